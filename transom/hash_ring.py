@@ -1,0 +1,47 @@
+"""Consistent hashing of media routing keys onto encoder addresses (gateway process).
+
+A thin layer over uhashring: replicas in a stable order, so that a lost node's keys alone move and a
+hot key's spill goes to the same next nodes everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from uhashring import HashRing as _Ring
+
+
+class HashRing:
+    """Maps keys to nodes. Not thread-safe; rebuild costs O(nodes), lookup O(log points)."""
+
+    def __init__(self, nodes: Mapping[str, int] | Iterable[str] = ()) -> None:
+        weights = dict(nodes) if isinstance(nodes, Mapping) else dict.fromkeys(nodes, 1)
+        self._ring = _Ring(nodes={node: {"weight": weight} for node, weight in weights.items()})
+        self._count = len(weights)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def order(self, key: str) -> list[str]:
+        """Return all nodes in the order in which they should serve `key`: the owner first."""
+        if not self._count:
+            return []
+        return list(self._ring.iterate_nodes(key, distinct=True))
+
+
+def pick(order: list[str], load: Mapping[str, float], *, bound: float = 1.25) -> str | None:
+    """Return the first node of `order` whose load stays within `bound` times the mean.
+
+    `load` holds the usable nodes only (in-flight work, any unit); nodes missing from it are dead.
+    Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
+    """
+    usable = [node for node in order if node in load]
+    if not usable:
+        return None
+    limit = bound * (sum(load[node] for node in usable) + 1.0) / len(usable)
+    # An idle fleet must not spill: one item in flight is always allowed.
+    limit = max(limit, 1.0)
+    for node in usable:
+        if load[node] + 1.0 <= limit:
+            return node
+    return min(usable, key=lambda node: load[node])

@@ -1,0 +1,71 @@
+"""Logging of every process: one line a record on stderr, readable or JSON, with the request id.
+
+stdout belongs to machine-readable output (readiness lines, `--json`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextvars import ContextVar
+
+import orjson
+
+request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+
+class _ContextFilter(logging.Filter):
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.stage = self._stage
+        if not hasattr(record, "request_id"):
+            record.request_id = request_id_var.get()
+        return True
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "stage": getattr(record, "stage", ""),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if getattr(record, "request_id", None):
+            line["request_id"] = record.request_id  # type: ignore[attr-defined]
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line).decode()
+
+
+class _PlainFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = getattr(record, "request_id", None)
+        where = f" [{request_id}]" if request_id else ""
+        text = (
+            f"{time.strftime('%H:%M:%S', time.localtime(record.created))}"
+            f" {record.levelname.lower():7s}{where} {record.getMessage()}"
+        )
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+
+def setup_logging(stage: str, *, level: str = "info", json: bool = False) -> None:
+    """Install the one handler of the process on the root logger, replacing earlier ones."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if json else _PlainFormatter())
+    handler.addFilter(_ContextFilter(stage))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for noisy in ("aiohttp.access", "asyncio", "PIL", "libav", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
