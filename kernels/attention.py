@@ -20,9 +20,9 @@ def dense_attention(
 ) -> torch.Tensor:
     """Attend causally, every request in full: O(T^2) unless `window` allows the banded form.
 
-    q (batch, T, heads, head_dim), k (batch, T, kv_heads, head_dim), v (batch, T, kv_heads, v_head_dim), sink (heads);
-    returns (batch, T, heads, v_head_dim). A query sees itself and the `window` - 1 keys before it. The sink adds
-    exp(sink) to the softmax's denominator and has no value.
+    q is (batch, T, heads, head_dim), k (batch, T, kv_heads, head_dim), v (batch, T, kv_heads, v_head_dim),
+    sink (heads); the result (batch, T, heads, v_head_dim). A query sees itself and `window` - 1 keys before it.
+    The sink adds exp(sink) to the softmax's denominator and has no value.
     """
     length = q.shape[1]
     if window is not None and length > 2 * window:
@@ -59,7 +59,7 @@ def _explicit(
     scale: float,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax spelt out over (batch, queries, ...) against (batch, keys, ...); `seen` broadcasts to (queries, keys).
+    """Spell the softmax out; `seen` is (queries, keys) or (batch, queries, keys).
 
     The query heads of one KV head are stacked as rows, so that K and V are never repeated in memory.
     """
@@ -89,7 +89,7 @@ def _banded(
     window: int,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Cut the request into chunks of window - 1 tokens; each sees its own and the previous chunk: O(T * window)."""
+    """Cut into chunks of window - 1 tokens, each of which sees itself and the one before: O(T * window)."""
     batch, length = q.shape[:2]
     chunk = max(window - 1, 1)
     chunks = -(-length // chunk)
@@ -105,7 +105,7 @@ def _banded(
 
 
 def _with_previous(x: torch.Tensor, chunk: int, chunks: int) -> torch.Tensor:
-    """(batch, T, heads, dim) -> (batch * chunks, 2 * chunk, heads, dim): each chunk behind the one before it."""
+    """Put each chunk behind the one before it: (batch * chunks, 2 * chunk, heads, dim)."""
     batch, length = x.shape[:2]
     padded = functional.pad(x, (0, 0, 0, 0, chunk, chunks * chunk - length))
     pieces = padded.view(batch, chunks + 1, chunk, *x.shape[2:])

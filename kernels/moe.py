@@ -1,4 +1,4 @@
-"""Mixture of experts: sigmoid routing with a selection bias, and the experts' SwiGLU (llm processes, trainer).
+"""Mixture of experts: sigmoid routing with a selection bias, SwiGLU experts (llm processes, trainer).
 
 One matmul pair per expert over the rows routed to it; no per-token work outside torch.
 """
@@ -35,9 +35,9 @@ def run_experts(
 ) -> torch.Tensor:
     """Return sum over the chosen experts of weight * expert(x), shape of x (tokens, hidden).
 
-    gate_up is (experts, 2 * intermediate, hidden), down (experts, hidden, intermediate). Rows are sorted by expert
-    so that each expert is two matmuls over one contiguous slice; `unbind` and `split` rather than indexing, because
-    their backward is one stack and one concatenation.
+    gate_up is (experts, 2 * intermediate, hidden), down (experts, hidden, intermediate). Rows are sorted by
+    expert so that each expert is two matmuls over one contiguous slice; `unbind` and `split` rather than
+    indexing, because their backward is one stack and one concatenation.
     """
     top_k = experts.shape[-1]
     flat = experts.flatten()
@@ -46,7 +46,7 @@ def run_experts(
     order = flat.argsort(stable=True)
     rows = order // top_k
     counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    parts = x.index_select(0, rows).split(counts)
+    parts = torch.split(x.index_select(0, rows), counts)
     outputs = [
         functional.linear(swiglu(functional.linear(part, up)), out)
         for part, up, out in zip(parts, gate_up.unbind(0), down.unbind(0))

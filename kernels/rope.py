@@ -20,7 +20,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     low, high = first.float(), second.float()
     return torch.cat(
         [(low * cos - high * sin).to(x.dtype), (high * cos + low * sin).to(x.dtype), rest], dim=-1

@@ -17,7 +17,7 @@ from transom.llm.model.config import LayerSpec
 class AttentionBackend(Protocol):
     """Store new K and V and attend to everything each query may see.
 
-    Rows are the tokens of all requests of the step, packed without padding, in an order only the backend knows.
+    Rows are the tokens of all requests of the step, packed without padding, in an order the backend knows.
     """
 
     def attend(
@@ -31,8 +31,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Return (tokens, heads, v_head_dim) for one layer; MTP module k is layer num_layers + k.
 
-        q is (tokens, heads, head_dim), k (tokens, kv_heads, head_dim), v (tokens, kv_heads, v_head_dim), sink (heads)
-        or None. q and k are rotated, v carries the value scale: what arrives is what enters the cache.
+        q is (tokens, heads, head_dim), k (tokens, kv_heads, head_dim), v (tokens, kv_heads, v_head_dim), sink
+        (heads) or None. q and k are rotated, v carries the value scale: the cache holds what arrives here.
         """
         ...
 
@@ -44,8 +44,8 @@ _MAX_PADDED_SHARE = 1.25
 class PackedAttention:
     """Causal attention within each of the packed requests, without a cache.
 
-    Requests of similar length run as one batch; shorter ones are padded at their end, where causality keeps the
-    padding out of sight of real tokens.
+    Requests of similar length run as one batch; shorter ones are padded at their end, where causality keeps
+    the padding out of sight of real tokens.
     """
 
     def __init__(self, seq_lens: Sequence[int]) -> None:
@@ -70,7 +70,8 @@ class PackedAttention:
                 index = rows.to(q.device)
                 grouped = q.index_select(0, index), k.index_select(0, index), v.index_select(0, index)
             batched = [x.view(batch, length, *x.shape[1:]) for x in grouped]
-            outputs.append(dense_attention(*batched, scale=spec.scale, window=spec.window, sink=sink).flatten(0, 1))
+            out = dense_attention(*batched, scale=spec.scale, window=spec.window, sink=sink)
+            outputs.append(out.flatten(0, 1))
         if self._places is None:
             return outputs[0]
         return torch.cat(outputs).index_select(0, self._places.to(q.device))
@@ -80,7 +81,7 @@ _Group = tuple[int, int, torch.Tensor | None]
 
 
 def _group_requests(seq_lens: list[int]) -> tuple[list[_Group], torch.Tensor | None]:
-    """Return groups (batch, length, packed row of each of its rows) and each packed row's place in their outputs."""
+    """Return groups (batch, length, their packed rows) and each packed row's place in the groups' outputs."""
     if len(set(seq_lens)) == 1:
         return [(len(seq_lens), seq_lens[0], None)], None
     starts = torch.tensor([0, *seq_lens]).cumsum(0)[:-1].tolist()

@@ -1,7 +1,7 @@
 """Configuration of a MiMo-V2 language model, read from a checkpoint's config.json.
 
-Used by the llm processes and by nano's trainer. Accepts the hub's spelling and transformers' spelling and turns
-both into one `LayerSpec` per layer, so that nothing else asks which kind of layer it is looking at. Knows no torch.
+Used by the llm processes and by nano's trainer. Turns the hub's spelling and transformers' spelling into one
+`LayerSpec` per layer, so that nothing else asks which kind of layer it is looking at. Knows no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class MiMoV2Config:
-    """A MiMo-V2 language model. `layers` and `mtp` hold one spec per layer; MTP module k has layer id num_layers+k."""
+    """A MiMo-V2 language model: one spec per layer and per MTP module.
+
+    MTP module k has layer id num_layers + k. `qkv_shards` is the number of slices that a fused qkv tensor
+    interleaves; `weight_block` the rows and columns that share one fp8 scale.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -121,7 +125,7 @@ class _Reader:
         experts = self.integer("n_routed_experts", "num_local_experts", default=0, low=0)
         per_token = self.integer("num_experts_per_tok", default=0, low=0)
         if any(sparse) and not 1 <= per_token <= experts:
-            raise ConfigError(f"num_experts_per_tok = {per_token} must be between 1 and n_routed_experts = {experts}")
+            raise ConfigError(f"num_experts_per_tok = {per_token} must be in 1..n_routed_experts = {experts}")
         block = self.raw.get("quantization_config") or {}
         eos = self.raw.get("eos_token_id")
         return MiMoV2Config(
@@ -159,7 +163,8 @@ class _Reader:
         for key, values in allowed.items():
             value = self.raw.get(key)
             if value not in values:
-                raise ConfigError(f"{key} = {value!r} is not supported; allowed: {[v for v in values if v is not None]}")
+                listed = ", ".join(repr(v) for v in values if v is not None)
+                raise ConfigError(f"{key} = {value!r} is not supported; allowed: {listed}")
 
     def _pattern(
         self, hub: str, transformers: str, hub_values: Mapping[int, bool], names: Mapping[str, bool]
@@ -168,7 +173,7 @@ class _Reader:
         name, listed = key if key[1] is not None else values
         table: Mapping[Any, bool] = hub_values if name == hub else names
         if not isinstance(listed, Sequence) or len(listed) != self.num_layers:
-            raise ConfigError(f"{name} must list one value for each of the {self.num_layers} layers, not {listed!r}")
+            raise ConfigError(f"{name} must list one value per layer ({self.num_layers}), not {listed!r}")
         wrong = [value for value in listed if value not in table]
         if wrong:
             raise ConfigError(f"{name} holds {wrong[0]!r}; allowed: {sorted(table)}")
@@ -176,14 +181,17 @@ class _Reader:
 
     def _spec(self, full: bool, *, moe: bool, intermediate: int) -> LayerSpec:
         heads, kv_heads = self._heads(full)
-        head_dim = self.integer("head_dim", low=1) if full else self.integer("swa_head_dim", "head_dim", low=1)
-        v_names = ("v_head_dim",) if full else ("swa_v_head_dim", "v_head_dim")
+        swa = () if full else ("swa_head_dim",)
+        swa_v = () if full else ("swa_v_head_dim",)
+        head_dim = self.integer(*swa, "head_dim", low=1)
         theta, factor = self._rope(full)
         rotary_dim = int(head_dim * factor)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ConfigError(f"partial_rotary_factor = {factor} gives {rotary_dim} of {head_dim} dims; must be even")
+            raise ConfigError(
+                f"partial_rotary_factor = {factor} rotates {rotary_dim} of {head_dim} dims; not even and > 0"
+            )
         if heads % kv_heads:
-            raise ConfigError(f"{heads} attention heads cannot share {kv_heads} KV heads evenly (full = {full})")
+            raise ConfigError(f"{heads} attention heads cannot share {kv_heads} KV heads evenly ({full=})")
         sink_key, sink_default = (
             ("add_full_attention_sink_bias", False) if full else ("add_swa_attention_sink_bias", True)
         )
@@ -192,7 +200,7 @@ class _Reader:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            v_head_dim=self.integer(*v_names, default=head_dim, low=1),
+            v_head_dim=self.integer(*swa_v, "v_head_dim", default=head_dim, low=1),
             rotary_dim=rotary_dim,
             rope_theta=theta,
             window=None if full else self._window(),
@@ -225,13 +233,15 @@ class _Reader:
             entry = parameters.get("full_attention" if full else "sliding_attention", parameters)
             kind = entry.get("rope_type", "default")
             if kind != "default":
-                raise ConfigError(f"rope_parameters.rope_type = {kind!r} is not supported; allowed: ['default']")
+                raise ConfigError(
+                    f"rope_parameters.rope_type = {kind!r} is not supported; allowed: 'default'"
+                )
             if "rope_theta" in entry:
                 return float(entry["rope_theta"]), float(entry.get("partial_rotary_factor", 0.334))
         scaling = self.raw.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
-            raise ConfigError(f"rope_scaling type = {kind!r} is not supported; allowed: ['default']")
+            raise ConfigError(f"rope_scaling type = {kind!r} is not supported; allowed: 'default'")
         theta = self.number("rope_theta") if full else self.number("swa_rope_theta", "rope_theta")
         return theta, self.number("partial_rotary_factor", default=1.0)
 
@@ -252,12 +262,13 @@ class _Reader:
 
     def number(self, *names: str, default: float | None = None) -> float:
         name, value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        usable = isinstance(value, int | float) and not isinstance(value, bool)
+        if not usable or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"{name} = {value!r} must be a number > 0")
         return float(value)
 
     def _first(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-        """Return the first of `names` that is present and not null: the hub writes null for 'take the default'."""
+        """Return the first of `names` that is present and not null: the hub writes null for a default."""
         for name in names:
             if self.raw.get(name) is not None:
                 return name, self.raw[name]

@@ -26,6 +26,11 @@ def rope_tables(specs: Sequence[LayerSpec], positions: torch.Tensor) -> RopeTabl
     return {key: rope_table(positions, *key) for key in keys}
 
 
+def qkv_sizes(spec: LayerSpec) -> list[int]:
+    """Rows of q, k and v in the fused projection."""
+    return [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.v_head_dim]
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer = layer
         self.value_scale = config.value_scale
-        self.sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.v_head_dim]
+        self.sizes = qkv_sizes(spec)
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
         self.o_proj = nn.Linear(spec.heads * spec.v_head_dim, config.hidden_size, bias=False)
         self.attention_sink_bias = nn.Parameter(torch.zeros(spec.heads)) if spec.has_sink else None
@@ -106,7 +111,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts; `gate_up` is (experts, 2 * intermediate, hidden), `down` (experts, hidden, intermediate)."""
+    """Routed experts: gate_up (experts, 2 * intermediate, hidden), down (experts, hidden, intermediate)."""
 
     def __init__(self, config: MiMoV2Config, intermediate: int) -> None:
         super().__init__()
@@ -128,7 +133,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, spec, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MoE(config, spec.intermediate) if spec.moe else DenseMLP(config.hidden_size, spec.intermediate)
+        self.mlp = (
+            MoE(config, spec.intermediate) if spec.moe else DenseMLP(config.hidden_size, spec.intermediate)
+        )
 
     def forward(self, x: torch.Tensor, rope: RopeTables, attn: AttentionBackend) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, attn)
@@ -137,7 +144,7 @@ class DecoderLayer(nn.Module):
 
 
 class MTPModule(nn.Module):
-    """One draft module: from the target's hidden state and the embedding of a later token to a hidden state."""
+    """One draft module: the target's hidden state and a later token's embedding in, a hidden state out."""
 
     def __init__(self, config: MiMoV2Config, spec: LayerSpec, layer: int) -> None:
         super().__init__()
@@ -156,9 +163,9 @@ class MTPModule(nn.Module):
     ) -> torch.Tensor:
         """Return (tokens, hidden), normed, ready for the model's shared head.
 
-        For module k and position i: `embeds` is the embedding of token i + 1 + k, `hidden` the target's state after
-        its final norm at i, the same for every module (chaining modules lowers acceptance); the result predicts
-        token i + 2 + k.
+        For module k and position i: `embeds` is the embedding of token i + 1 + k, `hidden` the target's state
+        at i after its final norm, the same for every module (chaining the modules lowers acceptance); the
+        result predicts token i + 2 + k.
         """
         rope = rope_tables([self.spec], positions)
         x = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], dim=-1))
