@@ -1,0 +1,58 @@
+"""Size that a picture is resized to before it is cut into patches; pure arithmetic.
+
+Runs in encoders and wherever tokens must be counted before decoding. Knows nothing of pixels.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class UnusableSizeError(ValueError):
+    """The picture's sides or their ratio can't be resized within the limits."""
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    *,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    max_aspect_ratio: float = 200.0,
+) -> tuple[int, int]:
+    """Return (height, width), both multiples of `factor`, with min_pixels <= area <= max_pixels.
+
+    The aspect ratio is kept as far as rounding allows. A side below `factor` is first scaled up to
+    it. Raises UnusableSizeError above `max_aspect_ratio`. As the MiMo-V2 and Qwen2-VL processors.
+    """
+    if min(height, width) < 1:
+        raise UnusableSizeError(f"picture of {width}x{height} pixels has no area")
+    if min(height, width) < factor:
+        if height < width:
+            height, width = factor, int(width * factor / height)
+        else:
+            height, width = int(height * factor / width), factor
+    ratio = max(height, width) / min(height, width)
+    if ratio > max_aspect_ratio:
+        raise UnusableSizeError(f"aspect ratio {ratio:.1f} is above {max_aspect_ratio:g}")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def video_max_pixels(frames: int, *, min_pixels: int, max_pixels: int, total_max_pixels: int) -> int:
+    """Return the largest frame area of a video of `frames` sampled frames.
+
+    A pair of frames makes one slice, so `total_max_pixels` counts every second frame.
+    """
+    if frames < 1:
+        raise ValueError(f"a video of {frames} frames has no frame area")
+    return max(min_pixels, min(total_max_pixels * 2 // frames, max_pixels))
