@@ -44,14 +44,18 @@ def setting(
 class StageConfig:
     """Settings that every stage process has."""
 
-    model: str = setting("mimo-nano", "checkpoint: mimo-nano, a folder, or a hub id org/name", metavar="MODEL")
+    model: str = setting(
+        "mimo-nano", "checkpoint: mimo-nano, a folder, or a hub id org/name", metavar="MODEL"
+    )
     device: str = setting("auto", "torch device; auto is cuda if there, else cpu", metavar="DEVICE")
     threads: int = setting(0, "CPU threads for tensor work in this process; 0: all cores", ge=0, le=1024)
     bind: str = setting("tcp://127.0.0.1:0", "address of the ZMQ inbox; port 0: any free one", metavar="ADDR")
     advertise: str = setting("", "inbox address that peers should use, if not the bound one", metavar="ADDR")
     http_host: str = setting("127.0.0.1", "host of the HTTP listener (health; the API on the gateway)")
     http_port: int = setting(0, "port of the HTTP listener; 0: any free one", ge=0, le=65535)
-    curve_key_file: str = setting("", "fleet key file (`transom keys`); required off loopback", metavar="FILE")
+    curve_key_file: str = setting(
+        "", "fleet key file (`transom keys`); required off loopback", metavar="FILE"
+    )
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
     log_json: bool = setting(False, "log one JSON object a line")
     watch_stdin: bool = setting(False, "stop when stdin closes (set by `transom up`)")
@@ -109,7 +113,9 @@ def _convert(kind: Any, raw: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         items = raw.split(",") if isinstance(raw, str) else list(raw)
         inner = typing.get_args(kind)[0]
-        return tuple(_convert(inner, item.strip() if isinstance(item, str) else item) for item in items if item != "")
+        return tuple(
+            _convert(inner, item.strip() if isinstance(item, str) else item) for item in items if item != ""
+        )
     if kind is str and not isinstance(raw, str):
         raise ValueError(raw)
     return kind(raw)
@@ -204,7 +210,9 @@ def config_from_args(cls: type[T], section: str, args: argparse.Namespace) -> T:
     flags = {}
     for name, value in vars(args).items():
         if name in names:
-            flags[name] = [part for item in value for part in item.split(",")] if isinstance(value, list) else value
+            flags[name] = (
+                [part for item in value for part in item.split(",")] if isinstance(value, list) else value
+            )
     return load_config(cls, section, toml_path=args.config, flags=flags)
 
 

@@ -36,9 +36,7 @@ class TransomError(Exception):
     status = 500
     code = "internal_error"
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

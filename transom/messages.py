@@ -279,7 +279,9 @@ def decode_header(frame: bytes | memoryview) -> Message:
     if head[:4] != _PREFIX[:4]:
         raise ProtocolError("not a transom message: wrong magic bytes")
     if head != _PREFIX:
-        raise ProtocolError(f"protocol version {head[4:5].hex() or 'missing'}, ours is {PROTOCOL_VERSION:02x}")
+        raise ProtocolError(
+            f"protocol version {head[4:5].hex() or 'missing'}, ours is {PROTOCOL_VERSION:02x}"
+        )
     try:
         return _DECODER.decode(view[len(_PREFIX) :])
     except (msgspec.DecodeError, ValueError) as error:  # ValidationError is a DecodeError

@@ -1,0 +1,242 @@
+"""The frame of every worker process: transport, readiness line, health listener, signals, orderly end.
+
+A stage implements `Stage`; `run_stage` owns the event loop. The stage must not block that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import uvloop
+from aiohttp import web
+
+from transom.config import StageConfig
+from transom.curve import FleetKey
+from transom.errors import TransomError, UnavailableError
+from transom.log import request_id_var, setup_logging
+from transom.messages import Ping, Pong
+from transom.transport import Received, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Stage(ABC):
+    """One stage process. Every method runs on the event loop; none may block it."""
+
+    name: str
+
+    @abstractmethod
+    async def start(self, transport: Transport) -> None:
+        """Load what is needed; return when jobs can be taken."""
+
+    @abstractmethod
+    async def handle(self, received: Received) -> None:
+        """Take one message. Work that lasts goes elsewhere; a TransomError raised here is logged."""
+
+    @abstractmethod
+    def peer_lost(self, address: str) -> None:
+        """The connection to a peer that we send to has ended: end what depended on it."""
+
+    @abstractmethod
+    def load(self) -> dict[str, float]:
+        """Return cheap figures of the current load (queue lengths, running requests)."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Return when no work is left; new work is refused already. Bounded by the caller."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything: threads, processes, shared memory."""
+
+    def unready_reason(self) -> str | None:
+        """Return why the started stage can't take work now (the gateway: a stage has no worker)."""
+        return None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return further HTTP routes of this stage."""
+        return []
+
+    def app_limits(self) -> dict[str, Any]:
+        """Return keyword arguments for `aiohttp.web.Application`."""
+        return {}
+
+
+class StageRunner:
+    """Runs one stage from start to end. `incarnation` tells a restarted process from its predecessor."""
+
+    def __init__(self, stage: Stage, config: StageConfig) -> None:
+        self.stage = stage
+        self.config = config
+        self.incarnation = uuid.uuid4().hex[:12]
+        self.ready = False
+        self.draining = False
+        self._stop = asyncio.Event()
+        self._started_s = time.monotonic()
+
+    async def run(self) -> None:
+        config = self.config
+        key = FleetKey.load(config.curve_key_file) if config.curve_key_file else None
+        transport = Transport(
+            bind=config.bind,
+            advertise=config.advertise,
+            key=key,
+            send_buffer_bytes=config.send_buffer_mb * 1024 * 1024,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        if config.watch_stdin:
+            self._watch_stdin(loop)
+        transport.on_peer_lost = self._peer_lost
+        await transport.start()
+        runner = await self._start_http()
+        receiver = asyncio.create_task(self._receive(transport))
+        starter = asyncio.create_task(self.stage.start(transport))
+        stopper = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({starter, stopper, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            if starter.done():
+                await starter
+                self.ready = True
+                self._announce(transport, runner)
+                await asyncio.wait({stopper, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                starter.cancel()
+            if receiver.done():
+                await receiver
+            await self._drain()
+        finally:
+            receiver.cancel()
+            stopper.cancel()
+            await self.stage.close()
+            await transport.flush(0.5)
+            await runner.cleanup()
+            await transport.close()
+
+    async def _drain(self) -> None:
+        self.draining = True
+        self.ready = False
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self.stage.drain()
+        except TimeoutError:
+            logger.warning("work left after %.1f s of draining is dropped", self.config.drain_timeout_s)
+
+    def _watch_stdin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop when the supervisor is gone, however it died: its end of our stdin closes."""
+
+        def readable() -> None:
+            if not os.read(sys.stdin.fileno(), 4096):
+                loop.remove_reader(sys.stdin.fileno())
+                self._stop.set()
+
+        loop.add_reader(sys.stdin.fileno(), readable)
+
+    async def _receive(self, transport: Transport) -> None:
+        while True:
+            received = await transport.recv()
+            message = received.message
+            token = request_id_var.set(getattr(message, "request_id", None))
+            try:
+                if isinstance(message, Ping):
+                    pong = Pong(
+                        nonce=message.nonce,
+                        stage=self.stage.name,
+                        incarnation=self.incarnation,
+                        ready=self.ready and not self.draining,
+                        load=self.stage.load(),
+                    )
+                    transport.send(message.reply_to, pong)
+                else:
+                    await self.stage.handle(received)
+            except TransomError as error:
+                logger.warning("%s from %s: %s", type(message).__name__, received.peer, error.message)
+            except Exception:
+                logger.exception("%s from %s failed", type(message).__name__, received.peer)
+            finally:
+                request_id_var.reset(token)
+
+    def _peer_lost(self, address: str) -> None:
+        try:
+            self.stage.peer_lost(address)
+        except Exception:
+            logger.exception("handling the loss of %s failed", address)
+
+    async def _start_http(self) -> web.AppRunner:
+        app = web.Application(**self.stage.app_limits())
+        app.add_routes(
+            [web.get("/health", self._health), web.get("/ready", self._ready_probe), *self.stage.routes()]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.config.http_host, self.config.http_port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise UnavailableError(
+                f"can't listen on {self.config.http_host}:{self.config.http_port}: {error.strerror or error}"
+            ) from None
+        return runner
+
+    async def _health(self, request: web.Request) -> web.Response:
+        body = {
+            "status": "draining" if self.draining else "ok" if self.ready else "starting",
+            "stage": self.stage.name,
+            "incarnation": self.incarnation,
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "load": self.stage.load(),
+        }
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+    async def _ready_probe(self, request: web.Request) -> web.Response:
+        ready = self.ready and not self.draining
+        problem = self.stage.unready_reason() if ready else ("draining" if self.draining else "starting")
+        body = orjson.dumps({"ready": ready and problem is None, "reason": problem})
+        return web.Response(
+            body=body, status=200 if ready and problem is None else 503, content_type="application/json"
+        )
+
+    def _announce(self, transport: Transport, runner: web.AppRunner) -> None:
+        """Print the readiness line: the one JSON object that a stage writes to stdout."""
+        host, port = runner.addresses[0][:2]
+        line = {
+            "event": "ready",
+            "stage": self.stage.name,
+            "inbox": transport.address,
+            "http": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            "pid": os.getpid(),
+            "incarnation": self.incarnation,
+        }
+        sys.stdout.write(orjson.dumps(line).decode() + "\n")
+        sys.stdout.flush()
+
+
+def run_stage(make_stage: Callable[[], Stage], config: StageConfig, *, name: str) -> int:
+    """Run a stage until it is told to stop; return the exit code of the process.
+
+    `make_stage` is called after logging is set up, so that heavy imports are logged and timed.
+    """
+    setup_logging(name, level=config.log_level, json=config.log_json)
+
+    async def main() -> None:
+        await StageRunner(make_stage(), config).run()
+
+    try:
+        uvloop.run(main())
+    except TransomError as error:
+        logger.error("%s stops: %s", name, error.message)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
