@@ -25,9 +25,15 @@ def resize_frames(
     planes = frames.permute(0, 3, 1, 2)
     if planes.shape[-2:] == (height, width):
         return planes
-    return F.interpolate(
-        planes, (height, width), mode=interpolation, align_corners=False, antialias=antialias
+    resized = F.interpolate(
+        planes if planes.device.type == "cpu" else planes.float(),
+        (height, width),
+        mode=interpolation,
+        align_corners=False,
+        antialias=antialias,
     )
+    # Only the CPU kernels work on uint8; elsewhere round as they do.
+    return resized if resized.dtype == torch.uint8 else resized.round_().clamp_(0, 255).to(torch.uint8)
 
 
 def patchify(
@@ -66,9 +72,9 @@ def patchify(
         patch_size,
     ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     # x / 255 then (x - mean) / std, folded into one multiply-add per value.
-    spread = torch.tensor(std, dtype=torch.float64, device=frames.device)
-    scale = (1.0 / (255.0 * spread)).float().view(-1, 1, 1, 1)
-    shift = (-torch.tensor(mean, dtype=torch.float64, device=frames.device) / spread).float().view(-1, 1, 1, 1)
+    device = frames.device
+    scale = torch.tensor([1.0 / (255.0 * s) for s in std], device=device).view(-1, 1, 1, 1)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(-1, 1, 1, 1)
     values = torch.addcmul(shift, blocks.to(torch.float32), scale)
     patches = values.reshape(grid[0] * grid[1] * grid[2], channels * temporal_patch_size * patch_size**2)
     return patches.to(dtype), grid

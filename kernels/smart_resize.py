@@ -23,18 +23,17 @@ def smart_resize(
 ) -> tuple[int, int]:
     """Return (height, width), both multiples of `factor`, with min_pixels <= area <= max_pixels.
 
-    The aspect ratio is kept as far as rounding allows. A side below `factor` is first scaled up to
-    it. Raises UnusableSizeError above `max_aspect_ratio`. As the MiMo-V2 and Qwen2-VL processors.
+    The aspect ratio is kept as far as rounding allows. A picture with a side below `factor` is first
+    scaled up to it and exempt from `max_aspect_ratio`, as in the MiMo-V2 processor. Raises
+    UnusableSizeError for an aspect ratio above the limit or one that can't fit `max_pixels`.
     """
     if min(height, width) < 1:
         raise UnusableSizeError(f"picture of {width}x{height} pixels has no area")
-    if min(height, width) < factor:
-        if height < width:
-            height, width = factor, int(width * factor / height)
-        else:
-            height, width = int(height * factor / width), factor
     ratio = max(height, width) / min(height, width)
-    if ratio > max_aspect_ratio:
+    if min(height, width) < factor:
+        scale = factor / min(height, width)
+        height, width = round(height * scale), round(width * scale)
+    elif ratio > max_aspect_ratio:
         raise UnusableSizeError(f"aspect ratio {ratio:.1f} is above {max_aspect_ratio:g}")
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -45,14 +44,18 @@ def smart_resize(
         grow = math.sqrt(min_pixels / (height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
+    if new_height * new_width > max_pixels:
+        raise UnusableSizeError(f"aspect ratio {ratio:.1f} does not fit {max_pixels} pixels")
     return new_height, new_width
 
 
-def video_max_pixels(frames: int, *, min_pixels: int, max_pixels: int, total_max_pixels: int) -> int:
+def video_max_pixels(
+    frames: int, *, min_pixels: int, max_pixels: int, total_max_pixels: int, temporal_patch_size: int = 2
+) -> int:
     """Return the largest frame area of a video of `frames` sampled frames.
 
-    A pair of frames makes one slice, so `total_max_pixels` counts every second frame.
+    `temporal_patch_size` frames share one slice of patches, so the total counts slices.
     """
     if frames < 1:
-        raise ValueError(f"a video of {frames} frames has no frame area")
-    return max(min_pixels, min(total_max_pixels * 2 // frames, max_pixels))
+        raise UnusableSizeError(f"a video of {frames} frames has no frame area")
+    return max(min_pixels, min(total_max_pixels * temporal_patch_size // frames, max_pixels))

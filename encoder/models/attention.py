@@ -54,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x is (tokens, heads, head_dim); cos and sin are (tokens, rotary_dim / 2).
     """
     half = cos.shape[-1]
-    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    first, second, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
@@ -77,8 +77,10 @@ def segment_attention(
     start = 0
     for count, length in segments.runs:
         end = start + count * length
-        parts = (t[start:end].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
-        out = _attend(*parts, window, sink, first_key_sink)  # (count, heads, length, v_dim)
+        queries, keys, values = (
+            torch.unflatten(t[start:end], 0, (count, length)).transpose(1, 2) for t in (q, k, v)
+        )
+        out = _attend(queries, keys, values, window, sink, first_key_sink)  # (count, heads, length, v_dim)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -151,17 +153,17 @@ def _banded(
 ) -> Tensor:
     """Attend block by block of queries over only the keys that their window reaches."""
     count, heads, length, width = q.shape
-    assert window.back is not None and window.ahead is not None
-    block = max(128, window.back + window.ahead)
+    back, ahead = _limits(window)
+    block = max(128, back + ahead)
     blocks = -(-length // block)
-    span = block + window.back + window.ahead
+    span = block + back + ahead
     tail = blocks * block - length
 
     def bands(t: Tensor) -> Tensor:
-        padded = F.pad(t, (0, 0, window.back or 0, tail + (window.ahead or 0)))
+        padded = F.pad(t, (0, 0, back, tail + ahead))
         return padded.unfold(2, span, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
-    queries = F.pad(q, (0, 0, 0, tail)).unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)
+    queries = torch.unflatten(F.pad(q, (0, 0, 0, tail)), 2, (blocks, block)).transpose(1, 2).flatten(0, 1)
     keys, values = bands(k), bands(v)  # (count * blocks, heads, span, width)
     mask = _band_mask(length, block, window, str(q.device)).repeat(count, 1, 1).unsqueeze(1)
     if extra_key is not None:
@@ -175,14 +177,20 @@ def _banded(
     return out.reshape(count, heads, blocks * block, width)[:, :, :length]
 
 
+def _limits(window: Window) -> tuple[int, int]:
+    assert window.back is not None
+    assert window.ahead is not None
+    return window.back, window.ahead
+
+
 @lru_cache(maxsize=16)
 def _band_mask(length: int, block: int, window: Window, device: str) -> Tensor:
-    assert window.back is not None and window.ahead is not None
+    back, ahead = _limits(window)
     blocks = -(-length // block)
     query = torch.arange(blocks * block, device=device).view(blocks, block, 1)
-    first = torch.arange(0, blocks * block, block, device=device).view(blocks, 1, 1) - window.back
-    key = first + torch.arange(block + window.back + window.ahead, device=device)
+    first = torch.arange(0, blocks * block, block, device=device).view(blocks, 1, 1) - back
+    key = first + torch.arange(block + back + ahead, device=device)
     distance = key - query
-    near = (distance >= -window.back) & (distance <= window.ahead)
+    near = (distance >= -back) & (distance <= ahead)
     # Queries past the end are cut off later; they see their band so that no softmax row is empty.
     return near & (((key >= 0) & (key < length)) | (query >= length))

@@ -30,7 +30,9 @@ class GroupAttention(nn.Module):
         self.o_proj = nn.Linear(width, cfg.input_local_dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, groups: Segments) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            torch.unflatten(proj(x), -1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out = segment_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, groups, self.window)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected
@@ -86,7 +88,7 @@ class GroupEncoder(nn.Module):
         x = x.flatten(0, 1)
         for layer in self.layers:
             x = layer(x, cos, sin, groups)
-        return (x if self.norm is None else self.norm(x)).unflatten(0, (count, size))
+        return torch.unflatten(x if self.norm is None else self.norm(x), 0, (count, size))
 
 
 class AudioProjection(nn.Module):
@@ -113,14 +115,15 @@ class AudioEncoder(nn.Module):
         self.cfg = cfg
         self.tokenizer = AudioTokenizerEncoder(cfg.tokenizer)
         self.speech_embeddings = nn.ModuleList(
-            nn.Embedding(cfg.speech_vocab(channel), cfg.input_local_dim) for channel in range(cfg.audio_channels)
+            nn.Embedding(cfg.speech_vocab(channel), cfg.input_local_dim)
+            for channel in range(cfg.audio_channels)
         )
         self.input_local_transformer = GroupEncoder(cfg)
         self.projection = AudioProjection(cfg)
 
     def features(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Return the features before quantisation of each item: (25 Hz frames, d_model)."""
-        segments = [mel.split(self.cfg.audio_segment_size) for mel in mels]
+        segments = [torch.split(mel, self.cfg.audio_segment_size) for mel in mels]
         parts = iter(self.tokenizer.features([part for item in segments for part in item]))
         return [torch.cat([next(parts) for _ in item]) for item in segments]
 
@@ -129,7 +132,7 @@ class AudioEncoder(nn.Module):
         with torch.no_grad():
             features = self.features(mels)
             codes = self.tokenizer.quantizer.quantize(torch.cat(features))
-        return list(codes.split([part.shape[0] for part in features]))
+        return list(torch.split(codes, [part.shape[0] for part in features]))
 
     def embed(self, codes: Sequence[Tensor]) -> list[Tensor]:
         """Embed each item's codes (25 Hz frames, codebooks): (tokens, out_hidden); differentiable."""
@@ -139,9 +142,9 @@ class AudioEncoder(nn.Module):
         x = self.speech_embeddings[0](packed[:, 0])
         for channel in range(1, self.cfg.audio_channels):
             x = x + self.speech_embeddings[channel](packed[:, channel])
-        x = self.input_local_transformer(x.unflatten(0, (-1, size)))
+        x = self.input_local_transformer(torch.unflatten(x, 0, (-1, size)))
         tokens: Tensor = self.projection(x.flatten(1))
-        return list(tokens.split([item.shape[0] // size for item in grouped]))
+        return list(torch.split(tokens, [item.shape[0] // size for item in grouped]))
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Embed each item (frames, n_mels): (ceil(frames / 16), out_hidden) at the released sizes."""

@@ -30,7 +30,9 @@ class TokenizerAttention(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            torch.unflatten(proj(x), -1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out = segment_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, segments, self.window)
         projected: Tensor = self.out_proj(out.flatten(1))
         return projected
@@ -102,9 +104,8 @@ class AudioTokenizerEncoder(nn.Module):
         self.conv2 = nn.Conv1d(dim, dim, cfg.kernel_size, stride=cfg.stride_size, padding=1)
         self.layers = nn.ModuleList(TokenizerLayer(cfg, index) for index in range(cfg.encoder_layers))
         self.layer_norm = nn.LayerNorm(dim, eps=cfg.layer_norm_eps)
-        self.down_sample_layer = nn.Sequential(
-            nn.Conv1d(dim, dim, cfg.avg_pooler, stride=cfg.avg_pooler, bias=False), nn.GELU()
-        )
+        pool = nn.Conv1d(dim, dim, cfg.avg_pooler, stride=cfg.avg_pooler, bias=False)
+        self.down_sample_layer = nn.ModuleList([pool])
         self.down_sample_norm = nn.LayerNorm(dim, eps=cfg.layer_norm_eps)
         self.quantizer = ResidualQuantizer(cfg.codebook_size, dim)
 
@@ -131,7 +132,7 @@ class AudioTokenizerEncoder(nn.Module):
         with torch.no_grad():
             features = self.features(mels)
             codes = self.quantizer.quantize(torch.cat(features))
-        return list(codes.split([part.shape[0] for part in features]))
+        return list(torch.split(codes, [part.shape[0] for part in features]))
 
     def _convolve(self, mels: Sequence[Tensor]) -> Tensor:
         """Run both convolutions over all segments laid out in one line: (packed frames, d_model).
@@ -147,7 +148,7 @@ class AudioTokenizerEncoder(nn.Module):
         x = F.gelu(self.conv1(line.to(weight.dtype).t().unsqueeze(0)))
         x = x * live.to(weight.device, weight.dtype)
         x = F.gelu(self.conv2(x)).squeeze(0).t()
-        parts = x[: sum(slots) // stride].split([slot // stride for slot in slots])
+        parts = torch.split(x[: sum(slots) // stride], [slot // stride for slot in slots])
         kept = [part[: -(-mel.shape[0] // stride)] for part, mel in zip(parts, mels)]
         scale = self.cfg.d_model**0.5 if self.cfg.scale_embedding else 1.0
         return torch.cat(kept) * scale
@@ -168,9 +169,9 @@ class AudioTokenizerEncoder(nn.Module):
 
     def _down_sample(self, x: Tensor, lens: Sequence[int]) -> list[Tensor]:
         pool = self.cfg.avg_pooler
-        padded = [F.pad(part, (0, 0, 0, -part.shape[0] % pool)) for part in x.split(list(lens))]
+        padded = [F.pad(part, (0, 0, 0, -part.shape[0] % pool)) for part in torch.split(x, list(lens))]
         # A convolution whose stride is its width is a linear map of the joined frames.
-        weight = self.down_sample_layer[0].weight  # (out, in, pool)
-        frames = torch.cat(padded).unflatten(0, (-1, pool)).transpose(1, 2).flatten(1)
+        weight = self.down_sample_layer[0].get_parameter("weight")  # (out, in, pool)
+        frames = torch.unflatten(torch.cat(padded), 0, (-1, pool)).transpose(1, 2).flatten(1)
         pooled = self.down_sample_norm(F.gelu(F.linear(frames, weight.flatten(1))))
-        return list(pooled.split([part.shape[0] // pool for part in padded]))
+        return list(torch.split(pooled, [part.shape[0] // pool for part in padded]))

@@ -6,94 +6,19 @@ Knows nothing of tensors, devices or requests.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
-from transom.errors import CheckpointError
+from transom.encoder.models.hub_json import FromMapping, check_positive, read_json, read_section, reject
 
 SinkMode = Literal["first_key", "denominator"]
 FULL, ROWS, COLUMNS = -1, 0, 1
 
 
-def _reject(where: str, key: str, value: object, allowed: str) -> CheckpointError:
-    return CheckpointError(f"{where}.{key} is {value!r}: must be {allowed}", param=key)
-
-
-def _check_positive(where: str, config: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value > 0:
-            raise _reject(where, name, value, "above 0")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds {type(data).__name__}, not an object")
-    return data
-
-
-def _section(path: Path, name: str) -> dict[str, Any]:
-    section = _read_json(path / "config.json").get(name)
-    if not isinstance(section, dict):
-        raise CheckpointError(f"{path / 'config.json'} has no {name}", param=name)
-    return section
-
-
-class _FromMapping:
-    """Builds a config dataclass from a mapping that may carry fields of no interest."""
-
-    section = "config"
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read the known fields; convert numbers; raise CheckpointError naming key and value."""
-        values: dict[str, Any] = {}
-        for spec in fields(cast(Any, cls)):
-            if spec.name not in data:
-                continue
-            value = data[spec.name]
-            values[spec.name] = cls._convert(spec.name, str(spec.type), value)
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise CheckpointError(f"{cls.section}: {error}") from error
-
-    @classmethod
-    def _convert(cls, name: str, kind: str, value: Any) -> Any:
-        try:
-            if value is None and "None" in kind:
-                return None
-            if kind.startswith("tuple"):
-                # Released audio configs spell per-channel numbers as "1024-1024-256" or "1280".
-                parts = value.split("-") if isinstance(value, str) else value
-                return tuple(int(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts]))
-            if kind.startswith("bool"):
-                if not isinstance(value, bool):
-                    raise ValueError
-                return value
-            if kind.startswith("int"):
-                number = int(value)
-                if number != float(value):
-                    raise ValueError
-                return number
-            if kind.startswith("float"):
-                return float(value)
-        except (TypeError, ValueError):
-            raise _reject(cls.section, name, value, f"of type {kind}") from None
-        return value
-
-
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig(_FromMapping):
+class VisionConfig(FromMapping):
     """The vision tower; the defaults are the released V2.5 model's.
 
     `qk_channels` and `kv_channels` are the head sizes of queries/keys and values: the width of the
@@ -128,26 +53,30 @@ class VisionConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         where = self.section
-        _check_positive(
+        check_positive(
             where,
             self,
-            ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "num_heads", "kv_channels")
-            + ("num_key_value_heads", "in_chans", "patch_size", "temporal_patch_size", "spatial_merge_size")
-            + ("visual_token_window_size",),
+            "depth hidden_size intermediate_size out_hidden_size num_heads kv_channels "
+            "num_key_value_heads in_chans patch_size temporal_patch_size spatial_merge_size "
+            "visual_token_window_size",
         )
         if self.num_heads % self.num_key_value_heads:
-            raise _reject(where, "num_key_value_heads", self.num_key_value_heads, f"a divisor of {self.num_heads}")
+            raise reject(
+                where, "num_key_value_heads", self.num_key_value_heads, f"a divisor of {self.num_heads}"
+            )
         if self.qk_channels % 4 or self.qk_channels <= 0:
-            raise _reject(where, "qk_channels", self.qk_channels, "a positive multiple of 4")
+            raise reject(where, "qk_channels", self.qk_channels, "a positive multiple of 4")
         if self.hidden_act != "silu":
-            raise _reject(where, "hidden_act", self.hidden_act, "'silu'")
+            raise reject(where, "hidden_act", self.hidden_act, "'silu'")
         if self.sink_mode not in ("first_key", "denominator"):
-            raise _reject(where, "sink_mode", self.sink_mode, "'first_key' or 'denominator'")
+            raise reject(where, "sink_mode", self.sink_mode, "'first_key' or 'denominator'")
         types = self.vit_window_attn_types
         if len(types) != self.depth or not set(types) <= {FULL, ROWS, COLUMNS}:
-            raise _reject(where, "vit_window_attn_types", types, f"{self.depth} values out of -1, 0, 1")
+            raise reject(where, "vit_window_attn_types", types, f"{self.depth} values out of -1, 0, 1")
         if not all(0 <= index < self.depth for index in self.fullatt_block_indexes):
-            raise _reject(where, "fullatt_block_indexes", self.fullatt_block_indexes, f"below depth {self.depth}")
+            raise reject(
+                where, "fullatt_block_indexes", self.fullatt_block_indexes, f"below depth {self.depth}"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -164,7 +93,7 @@ class VisionConfig(_FromMapping):
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
         """Read `vision_config` of a checkpoint folder's config.json."""
-        return cls.from_dict(_section(Path(path), cls.section))
+        return cls.from_dict(read_section(Path(path), cls.section))
 
     @property
     def merge_unit(self) -> int:
@@ -182,7 +111,7 @@ class VisionConfig(_FromMapping):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MelConfig(_FromMapping):
+class MelConfig(FromMapping):
     """The log-mel front end (part of audio_tokenizer/config.json)."""
 
     section = "audio_tokenizer"
@@ -197,15 +126,15 @@ class MelConfig(_FromMapping):
     log_clip: float = 1e-7
 
     def __post_init__(self) -> None:
-        _check_positive(
+        check_positive(
             self.section,
             self,
-            ("sampling_rate", "nfft", "window_size", "hop_length", "n_mels", "log_clip"),
+            "sampling_rate nfft window_size hop_length n_mels log_clip",
         )
         if self.window_size > self.nfft:
-            raise _reject(self.section, "window_size", self.window_size, f"at most nfft {self.nfft}")
+            raise reject(self.section, "window_size", self.window_size, f"at most nfft {self.nfft}")
         if not 0 <= self.fmin < self.top_hz:
-            raise _reject(self.section, "fmin", self.fmin, f"from 0 to below {self.top_hz}")
+            raise reject(self.section, "fmin", self.fmin, f"from 0 to below {self.top_hz}")
 
     @property
     def top_hz(self) -> float:
@@ -214,7 +143,7 @@ class MelConfig(_FromMapping):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerEncoderConfig(_FromMapping):
+class TokenizerEncoderConfig(FromMapping):
     """The audio tokenizer's encoder and quantiser (audio_tokenizer/config.json).
 
     `encoder_attn_window_size` is (frames back, frames ahead), negative for no limit; with
@@ -249,27 +178,29 @@ class TokenizerEncoderConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         where = self.section
-        _check_positive(
+        check_positive(
             where,
             self,
-            ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "swa_per_block")
-            + ("stride_size", "avg_pooler", "n_mels", "num_quantizers", "layer_norm_eps", "rope_theta"),
+            "d_model encoder_layers encoder_attention_heads encoder_ffn_dim swa_per_block "
+            "stride_size avg_pooler n_mels num_quantizers layer_norm_eps rope_theta",
         )
         if self.d_model % (2 * self.encoder_attention_heads):
-            raise _reject(where, "d_model", self.d_model, f"a multiple of 2 x {self.encoder_attention_heads} heads")
+            raise reject(
+                where, "d_model", self.d_model, f"a multiple of 2 x {self.encoder_attention_heads} heads"
+            )
         if self.kernel_size != 3:
-            raise _reject(where, "kernel_size", self.kernel_size, "3")
+            raise reject(where, "kernel_size", self.kernel_size, "3")
         if self.activation_function != "gelu":
-            raise _reject(where, "activation_function", self.activation_function, "'gelu'")
+            raise reject(where, "activation_function", self.activation_function, "'gelu'")
         if self.ln_type != "LayerNorm":
-            raise _reject(where, "ln_type", self.ln_type, "'LayerNorm'")
+            raise reject(where, "ln_type", self.ln_type, "'LayerNorm'")
         if len(self.encoder_attn_window_size) != 2:
-            raise _reject(where, "encoder_attn_window_size", self.encoder_attn_window_size, "two numbers")
+            raise reject(where, "encoder_attn_window_size", self.encoder_attn_window_size, "two numbers")
         skip = self.encoder_skip_layer_id
         if skip is not None and not 1 <= skip <= self.encoder_layers:
-            raise _reject(where, "encoder_skip_layer_id", skip, f"null or 1 to {self.encoder_layers}")
+            raise reject(where, "encoder_skip_layer_id", skip, f"null or 1 to {self.encoder_layers}")
         if len(self.codebook_size) != self.num_quantizers or min(self.codebook_size) < 1:
-            raise _reject(where, "codebook_size", self.codebook_size, f"{self.num_quantizers} positive sizes")
+            raise reject(where, "codebook_size", self.codebook_size, f"{self.num_quantizers} positive sizes")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -294,7 +225,7 @@ class TokenizerEncoderConfig(_FromMapping):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AudioConfig(_FromMapping):
+class AudioConfig(FromMapping):
     """Speech embeddings, group encoder and projection (`audio_config`), with the tokenizer's parts."""
 
     section = "audio_config"
@@ -321,34 +252,36 @@ class AudioConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         where = self.section
-        _check_positive(
+        check_positive(
             where,
             self,
-            ("out_hidden_size", "audio_channels", "audio_segment_size", "group_size", "input_local_dim")
-            + ("input_local_layers", "input_local_attn_heads", "input_local_intermediate_size"),
+            "out_hidden_size audio_channels audio_segment_size group_size input_local_dim "
+            "input_local_layers input_local_attn_heads input_local_intermediate_size",
         )
         if self.projection_layers != 2:
-            raise _reject(where, "projection_layers", self.projection_layers, "2")
+            raise reject(where, "projection_layers", self.projection_layers, "2")
         if self.input_local_head_dim % 2 or self.input_local_head_dim <= 0:
-            raise _reject(where, "input_local_head_dim", self.input_local_head_dim, "positive and even")
+            raise reject(where, "input_local_head_dim", self.input_local_head_dim, "positive and even")
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim % 2:
-            raise _reject(where, "partial_rotary_factor", self.partial_rotary_factor, "in (0, 1], even dims")
+            raise reject(where, "partial_rotary_factor", self.partial_rotary_factor, "in (0, 1], even dims")
         if self.audio_channels > self.tokenizer.num_quantizers:
-            raise _reject(where, "audio_channels", self.audio_channels, f"<= {self.tokenizer.num_quantizers}")
+            raise reject(where, "audio_channels", self.audio_channels, f"<= {self.tokenizer.num_quantizers}")
         if self.mel.n_mels != self.tokenizer.n_mels:
-            raise _reject("audio_tokenizer", "n_mels", self.tokenizer.n_mels, f"{self.mel.n_mels} as in the mel")
+            raise reject(
+                "audio_tokenizer", "n_mels", self.tokenizer.n_mels, f"{self.mel.n_mels} as in the mel"
+            )
         frames = self.frames_per_token
         if self.audio_segment_size % frames:
-            raise _reject(where, "audio_segment_size", self.audio_segment_size, f"a multiple of {frames}")
+            raise reject(where, "audio_segment_size", self.audio_segment_size, f"a multiple of {frames}")
         for channel, size in enumerate(self.tokenizer.codebook_size[: self.audio_channels]):
             if self.speech_vocab(channel) < size:
-                raise _reject(where, "speech_vocab_size", self.speech_vocab_size, f">= codebook size {size}")
+                raise reject(where, "speech_vocab_size", self.speech_vocab_size, f">= codebook size {size}")
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
         """Read `audio_config` and audio_tokenizer/config.json of a checkpoint folder."""
-        tokenizer = _read_json(Path(path) / "audio_tokenizer" / "config.json")
-        return cls.from_dicts(_section(Path(path), cls.section), tokenizer)
+        tokenizer = read_json(Path(path) / "audio_tokenizer" / "config.json")
+        return cls.from_dicts(read_section(Path(path), cls.section), tokenizer)
 
     @classmethod
     def from_dicts(cls, audio: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Self:
@@ -386,7 +319,7 @@ class AudioConfig(_FromMapping):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessorConfig(_FromMapping):
+class ProcessorConfig(FromMapping):
     """Sizes and sampling limits of preprocessing (`processor_config`)."""
 
     section = "processor_config"
@@ -410,27 +343,27 @@ class ProcessorConfig(_FromMapping):
 
     def __post_init__(self) -> None:
         where = self.section
-        _check_positive(
+        check_positive(
             where,
             self,
-            ("patch_size", "merge_size", "temporal_patch_size", "image_min_pixels", "video_min_pixels")
-            + ("video_total_max_pixels", "fps", "min_frames", "max_frames"),
+            "patch_size merge_size temporal_patch_size image_min_pixels video_min_pixels "
+            "video_total_max_pixels fps min_frames max_frames",
         )
         for kind in ("image", "video"):
             low, high = getattr(self, f"{kind}_min_pixels"), getattr(self, f"{kind}_max_pixels")
             if high < max(low, self.factor**2):
-                raise _reject(where, f"{kind}_max_pixels", high, f">= {max(low, self.factor**2)}")
+                raise reject(where, f"{kind}_max_pixels", high, f">= {max(low, self.factor**2)}")
         if self.min_frames > self.max_frames:
-            raise _reject(where, "min_frames", self.min_frames, f"<= max_frames {self.max_frames}")
+            raise reject(where, "min_frames", self.min_frames, f"<= max_frames {self.max_frames}")
         if self.interpolation not in ("bilinear", "bicubic"):
-            raise _reject(where, "interpolation", self.interpolation, "'bilinear' or 'bicubic'")
+            raise reject(where, "interpolation", self.interpolation, "'bilinear' or 'bicubic'")
         if len(self.image_mean) != 3 or len(self.image_std) != 3 or min(self.image_std) <= 0:
-            raise _reject(where, "image_std", self.image_std, "three positive numbers, as many as image_mean")
+            raise reject(where, "image_std", self.image_std, "three positive numbers, as many as image_mean")
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
         """Read `processor_config` of a checkpoint folder's config.json."""
-        return cls.from_dict(_section(Path(path), cls.section))
+        return cls.from_dict(read_section(Path(path), cls.section))
 
     @classmethod
     def _convert(cls, name: str, kind: str, value: Any) -> Any:
@@ -438,9 +371,9 @@ class ProcessorConfig(_FromMapping):
             try:
                 return tuple(float(part) for part in value)
             except (TypeError, ValueError):
-                raise _reject(cls.section, name, value, "three numbers") from None
-        if value is None and name in {spec.name for spec in fields(cls)}:
-            return cast(Any, cls).__dataclass_fields__[name].default
+                raise reject(cls.section, name, value, "three numbers") from None
+        if value is None:
+            return cls.__dataclass_fields__[name].default
         return super()._convert(name, kind, value)
 
     @property

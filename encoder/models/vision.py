@@ -53,7 +53,7 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = cfg.num_heads, cfg.num_key_value_heads
         self.qk_dim, self.v_dim = cfg.qk_channels, cfg.kv_channels
-        self.sizes = (self.heads * self.qk_dim, self.kv_heads * self.qk_dim, self.kv_heads * self.v_dim)
+        self.sizes = [self.heads * self.qk_dim, self.kv_heads * self.qk_dim, self.kv_heads * self.v_dim]
         self.qkv = nn.Linear(cfg.hidden_size, sum(self.sizes))
         self.proj = nn.Linear(self.heads * self.v_dim, cfg.hidden_size)
         reach = cfg.visual_token_window_size
@@ -62,10 +62,10 @@ class VisionAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(self.heads)) if cfg.use_sink and not full else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
-        q = rotate(q.unflatten(-1, (self.heads, self.qk_dim)), cos, sin)
-        k = rotate(k.unflatten(-1, (self.kv_heads, self.qk_dim)), cos, sin)
-        v = v.unflatten(-1, (self.kv_heads, self.v_dim))
+        q, k, v = torch.split(self.qkv(x), self.sizes, dim=-1)
+        q = rotate(torch.unflatten(q, -1, (self.heads, self.qk_dim)), cos, sin)
+        k = rotate(torch.unflatten(k, -1, (self.kv_heads, self.qk_dim)), cos, sin)
+        v = torch.unflatten(v, -1, (self.kv_heads, self.v_dim))
         out = segment_attention(q, k, v, segments, self.window, self.sinks, self.first_key_sink)
         projected: Tensor = self.proj(out.flatten(1))
         return projected
@@ -152,7 +152,7 @@ class _Layout:
 
 def permute_units(x: Tensor, order: Tensor, unit: int) -> Tensor:
     """Reorder whole merge units of (patches, ...)."""
-    return x.unflatten(0, (-1, unit)).index_select(0, order).flatten(0, 1)
+    return torch.unflatten(x, 0, (-1, unit)).index_select(0, order).flatten(0, 1)
 
 
 def _rotary_angles(cfg: VisionConfig, positions: Tensor) -> Tensor:
