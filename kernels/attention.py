@@ -21,7 +21,7 @@ def dense_attention(
     """Attend causally, every request in full: O(T^2) unless `window` allows the banded form.
 
     q is (batch, T, heads, head_dim), k (batch, T, kv_heads, head_dim), v (batch, T, kv_heads, v_head_dim),
-    sink (heads); the result (batch, T, heads, v_head_dim). A query sees itself and `window` - 1 keys before it.
+    sink (heads); the result (batch, T, heads, v_head_dim). A query sees itself and `window` - 1 keys before.
     The sink adds exp(sink) to the softmax's denominator and has no value.
     """
     length = q.shape[1]
