@@ -40,7 +40,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class MiMoV2Config:
-    """A MiMo-V2 language model: one spec per layer and per MTP module.
+    """A MiMo-V2 language model: one spec per layer, and one that all `mtp_layers` MTP modules share.
 
     MTP module k has layer id num_layers + k. `qkv_shards` is the number of slices that a fused qkv tensor
     interleaves; `weight_block` the rows and columns that share one fp8 scale.
@@ -49,7 +49,8 @@ class MiMoV2Config:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    mtp: tuple[LayerSpec, ...]
+    mtp_layers: int
+    mtp_spec: LayerSpec
     rms_norm_eps: float
     value_scale: float
     num_experts: int
@@ -69,16 +70,12 @@ class MiMoV2Config:
         return len(self.layers)
 
     @property
-    def mtp_layers(self) -> int:
-        return len(self.mtp)
-
-    @property
     def layer_is_full(self) -> tuple[bool, ...]:
         return tuple(spec.full for spec in self.layers)
 
     def spec(self, layer: int) -> LayerSpec:
         """Return the spec of a layer id; ids from num_layers on are the MTP modules."""
-        return self.layers[layer] if layer < len(self.layers) else self.mtp[layer - len(self.layers)]
+        return self.layers[layer] if layer < len(self.layers) else self.mtp_spec
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> MiMoV2Config:
@@ -108,7 +105,6 @@ class _Reader:
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
         self.num_layers = self.integer("num_hidden_layers", low=1)
-        self.mtp_count = self.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, low=0)
 
     def config(self) -> MiMoV2Config:
         self._refuse_unsupported()
@@ -121,7 +117,6 @@ class _Reader:
             self._spec(is_full, moe=is_moe, intermediate=moe_size if is_moe else dense_size)
             for is_full, is_moe in zip(full, sparse)
         )
-        mtp = tuple(self._spec(False, moe=False, intermediate=mtp_size) for _ in range(self.mtp_count))
         experts = self.integer("n_routed_experts", "num_local_experts", default=0, low=0)
         per_token = self.integer("num_experts_per_tok", default=0, low=0)
         if any(sparse) and not 1 <= per_token <= experts:
@@ -132,7 +127,8 @@ class _Reader:
             vocab_size=self.integer("vocab_size", low=1),
             hidden_size=self.integer("hidden_size", low=1),
             layers=layers,
-            mtp=mtp,
+            mtp_layers=self.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, low=0),
+            mtp_spec=self._spec(False, moe=False, intermediate=mtp_size),
             rms_norm_eps=self.number("layernorm_epsilon", "rms_norm_eps", default=1e-5),
             value_scale=self.number("attention_value_scale", default=1.0),
             num_experts=experts,

@@ -188,7 +188,7 @@ class MiMoV2ForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = nn.ModuleList(
-            MTPModule(config, spec, config.num_layers + k) for k, spec in enumerate(config.mtp)
+            MTPModule(config, config.mtp_spec, config.num_layers + k) for k in range(config.mtp_layers)
         )
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
