@@ -49,12 +49,13 @@ class Window:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading dims of heads, half-split, in fp32.
+    """Rotate the leading dims of heads, half-split, in fp32 at least.
 
     x is (tokens, heads, head_dim); cos and sin are (tokens, rotary_dim / 2).
     """
     half = cos.shape[-1]
-    first, second, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    first, second, rest = torch.split(wide, [half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
@@ -138,14 +139,16 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float, extra_
 
 @lru_cache(maxsize=64)
 def _window_mask(length: int, window: Window, device: str) -> Tensor:
-    index = torch.arange(length, device=device)
-    distance = index.unsqueeze(0) - index.unsqueeze(1)  # key - query
-    mask = torch.ones(length, length, dtype=torch.bool, device=device)
-    if window.back is not None:
-        mask &= distance >= -window.back
-    if window.ahead is not None:
-        mask &= distance <= window.ahead
-    return mask
+    # A mask made and cached in inference mode could not serve a later backward pass.
+    with torch.inference_mode(False):
+        index = torch.arange(length, device=device)
+        distance = index.unsqueeze(0) - index.unsqueeze(1)  # key - query
+        mask = torch.ones(length, length, dtype=torch.bool, device=device)
+        if window.back is not None:
+            mask &= distance >= -window.back
+        if window.ahead is not None:
+            mask &= distance <= window.ahead
+        return mask
 
 
 def _banded(

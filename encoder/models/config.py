@@ -84,7 +84,7 @@ class VisionConfig(FromMapping):
         known = dict(data)
         if "in_channels" in known:
             known.setdefault("in_chans", known["in_channels"])
-        depth = int(known.get("depth", cls.depth))
+        depth = cls._convert("depth", "int", known.get("depth", cls.depth))
         known.setdefault("fullatt_block_indexes", ())
         if not known.get("vit_window_attn_types"):
             known["vit_window_attn_types"] = (FULL,) * depth
@@ -207,7 +207,9 @@ class TokenizerEncoderConfig(FromMapping):
         """Read hub spelling; one codebook size, or too few, stand for all further codebooks."""
         known = dict(data)
         sizes = cls._convert("codebook_size", "tuple", known.get("codebook_size", cls.codebook_size))
-        count = int(known.get("num_quantizers", len(sizes)))
+        if not sizes:
+            raise reject(cls.section, "codebook_size", sizes, "at least one size")
+        count = cls._convert("num_quantizers", "int", known.get("num_quantizers", len(sizes)))
         known["num_quantizers"] = count
         known["codebook_size"] = (sizes + sizes[-1:] * count)[:count]
         return super().from_dict(known)
