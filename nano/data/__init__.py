@@ -1,0 +1,1 @@
+"""Training and test material of the nano model: pictures, sounds, videos and dialogues, all by seed."""

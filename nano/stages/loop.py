@@ -1,0 +1,147 @@
+"""The optimisation loop that all stages share: schedule, clipping, progress, saving and resuming.
+
+Used by training only. State is safetensors and JSON. Randomness is a function of (seed, step), so a
+resumed run draws what an uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+Rng = np.random.Generator
+# One step: draw a batch with the generator, return the loss and what to report of it.
+StepFn = Callable[[int, Rng], tuple[Tensor, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """`decay_steps` None: cosine down to a tenth over all steps; 0: constant."""
+
+    steps: int
+    learning_rate: float
+    warmup_steps: int = 200
+    weight_decay: float = 0.05
+    clip: float = 1.0
+    final_share: float = 0.02
+    save_every: int = 500
+    report_every: int = 100
+    seed: int = 7
+
+
+def learning_rate(step: int, cfg: LoopConfig) -> float:
+    """Return the rate of a step: linear warm-up, then cosine to `final_share` of the peak."""
+    if step < cfg.warmup_steps:
+        return cfg.learning_rate * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    return cfg.learning_rate * (cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
+
+
+def _optimizer(modules: Sequence[nn.Module], cfg: LoopConfig) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
+    """Decay matrices only; embeddings, norms, biases and sinks stay free."""
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for module in modules:
+        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+                (decayed if is_matrix else free).append(parameter)
+    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(0.9, 0.98)), decayed + free
+
+
+class Loop:
+    """Train `modules` in `folder`; `run` continues from the last saved step if there is one."""
+
+    def __init__(self, name: str, folder: Path, modules: dict[str, nn.Module], cfg: LoopConfig) -> None:
+        self.name, self.folder, self.modules, self.cfg = name, folder, modules, cfg
+        self.optimizer, self.parameters = _optimizer(list(modules.values()), cfg)
+        self.step = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, step_fn: StepFn, on_save: Callable[[], None] | None = None) -> None:
+        """Run the remaining steps, saving now and then and at the end."""
+        self._resume()
+        started, first = time.monotonic(), self.step
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[report]}")) as progress:
+            bar = progress.add_task(self.name, total=self.cfg.steps, completed=self.step, report="")
+            sums: dict[str, list[float]] = {}
+            while self.step < self.cfg.steps:
+                for key, value in self._one(step_fn).items():
+                    sums.setdefault(key, []).append(value)
+                if self.step % self.cfg.report_every == 0 or self.step == self.cfg.steps:
+                    means = {key: round(sum(values) / len(values), 4) for key, values in sorted(sums.items())}
+                    means["steps_per_s"] = round((self.step - first) / (time.monotonic() - started), 3)
+                    self._log(means)
+                    progress.update(bar, report=" ".join(f"{k} {v:g}" for k, v in means.items()))
+                    sums = {}
+                if self.step % self.cfg.save_every == 0 or self.step == self.cfg.steps:
+                    self.save()
+                    if on_save:
+                        on_save()
+                progress.update(bar, completed=self.step)
+
+    def _one(self, step_fn: StepFn) -> dict[str, float]:
+        rate = learning_rate(self.step, self.cfg)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss, report = step_fn(self.step, np.random.default_rng([self.cfg.seed, self.step]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return {"loss": float(loss.detach()), **report}
+
+    def save(self) -> None:
+        """Write modules, optimiser and step; a crash in the middle leaves the previous state."""
+        tensors = {}
+        for name, module in self.modules.items():
+            tensors.update({f"module.{name}.{key}": value for key, value in module.state_dict().items()})
+        for index, parameter in enumerate(self.parameters):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{index}.{key}"] = value
+        partial = self.folder / "state.partial"
+        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, partial, {"step": str(self.step)})
+        os.replace(partial, self.folder / "state.safetensors")
+        (self.folder / "state.json").write_text(json.dumps({"step": self.step, "steps": self.cfg.steps}) + "\n")
+
+    def _resume(self) -> None:
+        path = self.folder / "state.safetensors"
+        if not path.exists():
+            return
+        tensors = load_file(path)
+        load_modules(self.folder, self.modules)
+        for index, parameter in enumerate(self.parameters):
+            prefix = f"optimizer.{index}."
+            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            if state:
+                self.optimizer.state[parameter] = state
+        self.step = int(json.loads((self.folder / "state.json").read_text())["step"])
+
+    def _log(self, means: dict[str, float]) -> None:
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.step, **means}) + "\n")
+
+
+def load_modules(folder: Path, modules: dict[str, nn.Module], *, strict: bool = True) -> None:
+    """Load modules that a stage saved in `folder`."""
+    tensors = load_file(folder / "state.safetensors")
+    for name, module in modules.items():
+        prefix = f"module.{name}."
+        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        module.load_state_dict(state, strict=strict)

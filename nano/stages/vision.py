@@ -1,0 +1,235 @@
+"""Stage A: teach the vision tower to see, with light classification heads on its output tokens.
+
+Used by training only. Every token answers which shape has its centre in it, the mean of a picture's
+tokens answers what kind of picture it is and which class; both for the first and the second frame.
+The heads are thrown away: the language model reads the same tokens later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from transom.encoder.models.config import ProcessorConfig, VisionConfig
+from transom.encoder.models.vision import VisionTower
+from transom.nano.data import datasets, images, videos
+from transom.nano.data.facts import COLOURS, FASHION, SHAPES, WORDS, ImageFacts, Shape, VideoFacts
+from transom.nano.data.images import Pixels, Rng
+from transom.nano.media import Grid, frames_patches
+from transom.nano.stages.loop import Loop, LoopConfig
+
+KINDS = ("shapes", "fashion", "digit", "word", "plain", "unknown")
+CLASSES = {"fashion": len(FASHION), "digit": 10, "word": len(WORDS), "plain": len(COLOURS)}
+BATCH = 64
+
+
+class PictureSource:
+    """Draws labelled pictures of every kind; real ones come from one split."""
+
+    def __init__(self, split: datasets.Split) -> None:
+        self.fashion, self.fashion_labels = datasets.fashion(split)
+        self.digits, self.digit_labels = datasets.handwritten(split)
+
+    def draw(self, rng: Rng) -> tuple[Pixels, ImageFacts]:
+        """Draw one picture, in the shares of the training set, worn as uploads are."""
+        roll = rng.random()
+        if roll < 0.42:
+            return self.fashion_picture(rng)
+        if roll < 0.54:
+            return self.handwritten_picture(rng)
+        if roll < 0.59:
+            pixels, facts = images.printed_digit_picture(rng)
+        elif roll < 0.82:
+            pixels, facts = images.shapes_picture(rng)
+        elif roll < 0.92:
+            pixels, facts = images.word_picture(rng)
+        elif roll < 0.95:
+            pixels, facts = images.plain_picture(rng)
+        else:
+            pixels, facts = images.unknown_picture(rng)
+        return images.wear(pixels, rng), facts
+
+    def fashion_picture(self, rng: Rng, index: int | None = None, *, varied: bool = True) -> tuple[Pixels, ImageFacts]:
+        """Return one Fashion-MNIST picture, or a random one; `varied` shifts, mirrors, enlarges, inverts it."""
+        row = int(rng.integers(len(self.fashion))) if index is None else index
+        grey = self.fashion[row]
+        if varied:
+            grey = _vary(grey, rng, mirror=True, turn=4.0, shift=1.5, zoom=0.06)
+        return _to_rgb(grey, rng, varied), ImageFacts("fashion", FASHION[int(self.fashion_labels[row])])
+
+    def handwritten_picture(
+        self, rng: Rng, index: int | None = None, *, varied: bool = True
+    ) -> tuple[Pixels, ImageFacts]:
+        """Return one handwritten digit, or a random one; `varied` turns, shifts, enlarges, inverts it."""
+        row = int(rng.integers(len(self.digits))) if index is None else index
+        grey = self.digits[row]
+        if varied:
+            grey = _vary(grey, rng, mirror=False, turn=10.0, shift=0.7, zoom=0.12)
+        return _to_rgb(grey, rng, varied), ImageFacts("digit", str(self.digit_labels[row]))
+
+
+def _vary(grey: Pixels, rng: Rng, *, mirror: bool, turn: float, shift: float, zoom: float) -> Pixels:
+    image = Image.fromarray(grey)
+    if mirror and rng.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if rng.random() < 0.7:
+        side = grey.shape[0]
+        angle = np.deg2rad(rng.normal(0, turn / 2))
+        scale = 1 + float(rng.uniform(-zoom, zoom))
+        cos, sin, middle = np.cos(angle) / scale, np.sin(angle) / scale, (side - 1) / 2
+        dx, dy = rng.uniform(-shift, shift, 2)
+        move = (cos, sin, middle - cos * middle - sin * middle + dx, -sin, cos, middle + sin * middle - cos * middle + dy)
+        image = image.transform(image.size, Image.Transform.AFFINE, move, Image.Resampling.BILINEAR)
+    return np.asarray(image)
+
+
+def _to_rgb(grey: Pixels, rng: Rng, varied: bool) -> Pixels:
+    if varied and rng.random() < 0.25:
+        side = int(rng.integers(grey.shape[0], 257))
+        resample = Image.Resampling.NEAREST if rng.random() < 0.3 else Image.Resampling.BICUBIC
+        grey = np.asarray(Image.fromarray(grey).resize((side, side), resample))
+        if rng.random() < 0.4:
+            return images.wear(np.repeat(grey[..., None], 3, -1), rng)
+    if varied and rng.random() < 0.06:
+        grey = 255 - grey
+    return np.repeat(grey[..., None], 3, -1)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A picture, or two frames of a video, with the facts of each frame."""
+
+    frames: tuple[Pixels, ...]
+    facts: tuple[ImageFacts, ImageFacts]
+
+
+def _pair_facts(video: videos.Video, second: float, position: tuple[float, float] | None) -> ImageFacts:
+    facts: VideoFacts = video.facts
+    if facts.kind in ("motion", "still"):
+        assert position is not None
+        return ImageFacts("shapes", shapes=(Shape(facts.shape, facts.colour, *position),))
+    if facts.kind == "unknown":
+        return ImageFacts("unknown")
+    label = [name for name, start in facts.order if start <= second + 1e-6][-1]
+    return ImageFacts("plain" if facts.kind == "colours" else "digit", label)
+
+
+def _centre(frame: Pixels) -> tuple[float, float]:
+    """Find the centre of what stands out from the corner's colour."""
+    different = np.abs(frame.astype(int) - frame[0, 0].astype(int)).sum(-1) > 12
+    ys, xs = np.nonzero(different)
+    if len(xs) == 0:
+        return 0.5, 0.5
+    return float((xs.min() + xs.max()) / 2 / frame.shape[1]), float((ys.min() + ys.max()) / 2 / frame.shape[0])
+
+
+def draw_example(source: PictureSource, rng: Rng) -> Example:
+    """Draw a picture, or in one case of eight a frame pair of a video."""
+    if rng.random() > 0.125:
+        pixels, facts = source.draw(rng)
+        return Example((pixels,), (facts, facts))
+    video = videos.any_video(rng)
+    first = float(rng.uniform(0, max(video.duration_s - 1.3, 0.01)))
+    seconds = (first, min(first + float(rng.uniform(0.25, 1.2)), video.duration_s - 0.01))
+    frames = tuple(video.frame(second) for second in seconds)
+    moving = video.facts.kind in ("motion", "still")
+    facts = tuple(
+        _pair_facts(video, second, _centre(frame) if moving else None) for frame, second in zip(frames, seconds)
+    )
+    worn = tuple(images.wear(frame, rng) for frame in frames) if rng.random() < 0.6 else frames
+    return Example(worn, (facts[0], facts[1]))
+
+
+def _class_index(facts: ImageFacts) -> int:
+    names: dict[str, Sequence[str]] = {"fashion": FASHION, "word": WORDS, "plain": COLOURS}
+    return int(facts.label) if facts.kind == "digit" else list(names[facts.kind]).index(facts.label)
+
+
+def _cells(facts: ImageFacts, grid: Grid, merge: int) -> Tensor:
+    rows, columns = grid[1] // merge, grid[2] // merge
+    cells = torch.zeros(rows * columns, dtype=torch.long)
+    for shape in facts.shapes:
+        row, column = min(int(shape.y * rows), rows - 1), min(int(shape.x * columns), columns - 1)
+        cells[row * columns + column] = 1 + SHAPES.index(shape.name) * len(COLOURS) + COLOURS.index(shape.colour)
+    return cells
+
+
+class VisionHeads(nn.Module):
+    """Linear heads on tokens (cells) and on their mean (kind and class), once per frame of a pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        cells = 1 + len(SHAPES) * len(COLOURS)
+        self.norm = nn.LayerNorm(width)
+        self.cells = nn.ModuleList(nn.Linear(width, cells) for _ in range(2))
+        self.kinds = nn.ModuleList(nn.Linear(width, len(KINDS)) for _ in range(2))
+        self.classes = nn.ModuleDict(
+            {name: nn.ModuleList(nn.Linear(width, count) for _ in range(2)) for name, count in CLASSES.items()}
+        )
+
+    def loss(self, tokens: Tensor, grids: Sequence[Grid], examples: Sequence[Example], merge: int) -> tuple[Tensor, dict[str, float]]:
+        """Return the summed loss and the accuracies of the first frame."""
+        lens = [grid[0] * grid[1] * grid[2] // merge**2 for grid in grids]
+        normed = self.norm(tokens)
+        means = torch.stack([part.mean(0) for part in normed.split(lens)])
+        total = tokens.new_zeros(())
+        report: dict[str, float] = {}
+        for frame in range(2):
+            facts = [example.facts[frame] for example in examples]
+            kinds = torch.tensor([KINDS.index(fact.kind) for fact in facts])
+            logits = self.kinds[frame](means)
+            total = total + F.cross_entropy(logits, kinds) * 0.5
+            for name, heads in self.classes.items():
+                assert isinstance(heads, nn.ModuleList)
+                chosen = [index for index, fact in enumerate(facts) if fact.kind == name]
+                if not chosen:
+                    continue
+                labels = torch.tensor([_class_index(facts[index]) for index in chosen])
+                scores = heads[frame](means[chosen])
+                total = total + F.cross_entropy(scores, labels, reduction="sum", label_smoothing=0.05) / len(facts)
+                if frame == 0:
+                    report[name] = float((scores.argmax(-1) == labels).float().mean())
+            cells = torch.cat([_cells(fact, grid, merge) for fact, grid in zip(facts, grids)])
+            rows = torch.tensor([f.kind == "shapes" for f in facts]).repeat_interleave(torch.tensor(lens))
+            if rows.any():
+                scores = self.cells[frame](normed[rows])
+                wanted = cells[rows]
+                total = total + F.cross_entropy(scores, wanted, reduction="sum") / len(facts) / 2
+                if frame == 0 and bool((wanted > 0).any()):
+                    report["cells"] = float((scores.argmax(-1) == wanted)[wanted > 0].float().mean())
+        return total, report
+
+
+def batch_patches(examples: Sequence[Example], cfg: ProcessorConfig) -> tuple[Tensor, list[Grid]]:
+    """Cut a batch of pictures and frame pairs."""
+    parts, grids = [], []
+    for example in examples:
+        kind = "video" if len(example.frames) == 2 else "image"
+        limits = getattr(cfg, f"{kind}_min_pixels"), getattr(cfg, f"{kind}_max_pixels")
+        patches, grid = frames_patches(example.frames, cfg, *limits)
+        parts.append(patches)
+        grids.append(grid)
+    return torch.cat(parts), grids
+
+
+def train_vision(folder: Path, vision: VisionConfig, processor: ProcessorConfig, steps: int, seed: int) -> None:
+    """Run the stage in `folder`."""
+    torch.manual_seed(seed)
+    tower, heads = VisionTower(vision), VisionHeads(vision.out_hidden_size)
+    source = PictureSource("train")
+    loop = Loop("vision", folder, {"tower": tower, "heads": heads}, LoopConfig(steps, 1.5e-3, seed=seed))
+
+    def step(_: int, rng: Rng) -> tuple[Tensor, dict[str, float]]:
+        examples = [draw_example(source, rng) for _ in range(BATCH)]
+        pixels, grids = batch_patches(examples, processor)
+        loss, report = heads.loss(tower(pixels, grids), grids, examples, vision.spatial_merge_size)
+        return loss, report
+
+    loop.run(step)
