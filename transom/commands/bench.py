@@ -1,0 +1,45 @@
+"""`transom bench NAME`: run one of the benchmarks of transom.bench.
+
+A benchmark module has `add_arguments(parser)` and `run(args) -> int`; it is imported when it is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from types import ModuleType
+
+from transom.commands.base import Parser, add_json_flag, examples
+
+# Named here and not found by listing, so that help works without importing a benchmark's needs.
+BENCHMARKS = {"chat": "closed-loop chat load against a server: latency percentiles and throughput"}
+
+
+def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure a running server",
+        description="Run a benchmark.",
+        epilog=examples(
+            "transom bench chat --requests 64 --concurrency 8",
+            "transom bench chat --mix text=2,image=1 --json > result.json",
+        ),
+    )
+    names = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
+    for name, summary in BENCHMARKS.items():
+        module = load(name)
+        bench = names.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}.", epilog=examples(*module.EXAMPLES)
+        )
+        module.add_arguments(bench)
+        add_json_flag(bench)
+        bench.set_defaults(run=_run)
+
+
+def load(name: str) -> ModuleType:
+    """Import a benchmark's module."""
+    return importlib.import_module(f"transom.bench.{name}")
+
+
+def _run(args: argparse.Namespace) -> int:
+    return int(load(args.benchmark).run(args))
