@@ -24,8 +24,8 @@ def smart_resize(
     """Return (height, width), both multiples of `factor`, with min_pixels <= area <= max_pixels.
 
     The aspect ratio is kept as far as rounding allows. A picture with a side below `factor` is first
-    scaled up to it and exempt from `max_aspect_ratio`, as in the MiMo-V2 processor. Raises
-    UnusableSizeError for an aspect ratio above the limit or one that can't fit `max_pixels`.
+    scaled up to it and exempt from `max_aspect_ratio`, as in the MiMo-V2 processor; a strip too long
+    for the budget is squeezed. Raises UnusableSizeError for an aspect ratio above the limit.
     """
     if min(height, width) < 1:
         raise UnusableSizeError(f"picture of {width}x{height} pixels has no area")
@@ -40,12 +40,13 @@ def smart_resize(
         shrink = math.sqrt(height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
+        # A strip whose short side can't shrink below one factor would overshoot: cut its long side.
+        longest = max_pixels // factor // factor * factor
+        new_height, new_width = min(new_height, longest), min(new_width, longest)
     elif new_height * new_width < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
-    if new_height * new_width > max_pixels:
-        raise UnusableSizeError(f"aspect ratio {ratio:.1f} does not fit {max_pixels} pixels")
     return new_height, new_width
 
 

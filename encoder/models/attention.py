@@ -186,7 +186,7 @@ def _limits(window: Window) -> tuple[int, int]:
     return window.back, window.ahead
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _band_mask(length: int, block: int, window: Window, device: str) -> Tensor:
     back, ahead = _limits(window)
     blocks = -(-length // block)

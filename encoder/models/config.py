@@ -364,8 +364,14 @@ class ProcessorConfig(FromMapping):
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
-        """Read `processor_config` of a checkpoint folder's config.json."""
-        return cls.from_dict(read_section(Path(path), cls.section))
+        """Read `processor_config` of a checkpoint folder; its patches must be the vision tower's."""
+        cfg = cls.from_dict(read_section(Path(path), cls.section))
+        vision = VisionConfig.from_folder(path)
+        ours = (cfg.patch_size, cfg.merge_size, cfg.temporal_patch_size)
+        theirs = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        if ours != theirs:
+            raise reject(cls.section, "patch, merge, temporal size", ours, f"{theirs} as in vision_config")
+        return cfg
 
     @classmethod
     def _convert(cls, name: str, kind: str, value: Any) -> Any:

@@ -22,10 +22,10 @@ def test_equals_the_reference_from_the_factor_up(limits, height, width):
         return
     expected = reference(height, width, **limits)
     if expected[0] * expected[1] > limits["max_pixels"]:  # the reference overshoots for long strips
-        with pytest.raises(UnusableSizeError, match=str(limits["max_pixels"])):
-            smart_resize(height, width, **limits)
-    else:
-        assert smart_resize(height, width, **limits) == expected
+        assert min(expected) == 32
+        longest = limits["max_pixels"] // 32
+        expected = (min(expected[0], longest), min(expected[1], longest))
+    assert smart_resize(height, width, **limits) == expected
 
 
 @LIMITS
@@ -34,7 +34,7 @@ def test_result_is_on_the_raster_and_within_the_budget(limits, height, width):
     try:
         new_height, new_width = smart_resize(height, width, **limits)
     except UnusableSizeError:
-        assert max(height, width) / min(height, width) > 30
+        assert max(height, width) / min(height, width) > 200
         return
     assert new_height % 32 == 0
     assert new_width % 32 == 0
@@ -66,8 +66,8 @@ def test_limits_are_named_in_the_error():
 
 def test_a_thin_picture_is_scaled_up_whatever_its_ratio():
     assert smart_resize(1, 1000, **REAL) == (32, 32000)
-    with pytest.raises(UnusableSizeError):
-        smart_resize(1, 400_000, **REAL)
+    assert smart_resize(1, 400_000, **REAL) == (32, 262144)
+    assert smart_resize(2000, 40, **NANO) == (1152, 32)
 
 
 @pytest.mark.parametrize(

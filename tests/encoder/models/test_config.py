@@ -39,7 +39,6 @@ def write(folder, config, tokenizer=None):
 
 
 def test_hub_spelling_is_read(tmp_path):
-    HUB_VISION["vit_window_attn_types"] = HUB_VISION["vit_window_attn_types"][:28]
     config = {
         "vision_config": HUB_VISION,
         "audio_config": HUB_AUDIO,
@@ -128,6 +127,12 @@ def test_bad_audio_values_are_named(audio, tokenizer, message):
 def test_bad_processor_values_are_refused(changes):
     with pytest.raises(CheckpointError):
         ProcessorConfig.from_dict(changes)
+
+
+def test_the_processor_must_cut_the_patches_that_the_tower_reads(tmp_path):
+    write(tmp_path, {"vision_config": {"depth": 1}, "processor_config": {"patch_size": 14}})
+    with pytest.raises(CheckpointError, match=r"\(14, 2, 2\): must be \(16, 2, 2\)"):
+        ProcessorConfig.from_folder(tmp_path)
 
 
 def test_files_that_can_not_be_read_are_named(tmp_path):
