@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -74,6 +74,7 @@ def oracle(folder: Path) -> tokenizers.Tokenizer:
 ids_lists = st.lists(st.integers(0, 410), max_size=60)
 
 
+@settings(deadline=None)
 @given(ids=ids_lists, cuts=st.lists(st.integers(0, 60), max_size=6), skip=st.booleans())
 def test_stream_joins_to_decoding_at_once(
     tokenizer: Tokenizer, oracle: tokenizers.Tokenizer, ids: list[int], cuts: list[int], skip: bool
@@ -85,6 +86,7 @@ def test_stream_joins_to_decoding_at_once(
     assert text == tokenizer.decode(ids, skip_special=skip)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_valid_text_never_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     text = text.replace("\ufffd", "")
@@ -116,6 +118,7 @@ def test_flush_shows_a_cut_character_once_and_starts_afresh(tokenizer: Tokenizer
     assert stream.push(tokenizer.encode("ok")) == "ok"
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_encode_agrees_with_the_library(
     tokenizer: Tokenizer, oracle: tokenizers.Tokenizer, text: str

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom.llm.model.attention import PackedAttention
@@ -18,6 +18,7 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=8), st.booleans())
 def test_packed_equals_alone(seq_lens: list[int], full: bool) -> None:
     spec = dataclasses.replace(SPEC, full=True, window=None, has_sink=False) if full else SPEC
