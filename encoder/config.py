@@ -1,0 +1,51 @@
+"""Settings of an encoder process. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom.config import StageConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(StageConfig):
+    """Limits are per item unless they say otherwise; a limit that is passed is a 400 that names it."""
+
+    dtype: str = setting("auto", "weights and embeddings; auto is bfloat16 on cuda, else float32",
+                         choices=("auto", "float32", "bfloat16"))  # fmt: skip
+
+    decode_workers: int = setting(2, "processes that decode media", ge=1, le=256)
+    decode_threads: int = setting(1, "threads of one video decoder", ge=1, le=64)
+    decode_timeout_s: float = setting(60.0, "a decoder silent for so long is killed", ge=0.1, le=3600)
+    decode_memory_mb: int = setting(4096, "address space of a decode process; 0: no limit", ge=0, le=1048576)
+
+    batch_patches: int = setting(16384, "patches in one vision forward", ge=1, le=10_000_000)
+    batch_mel_frames: int = setting(24000, "mel frames in one audio forward", ge=1, le=10_000_000)
+    max_wait_ms: float = setting(4.0, "longest wait for more items while arrivals are dense", ge=0, le=1000)
+    unit_window: int = setting(8, "video units of an item between decoder and forward", ge=2, le=1024)
+
+    max_queued_items: int = setting(1024, "items in the process; more are answered 429", ge=1, le=1_000_000)
+    max_queued_mb: int = setting(1024, "bytes of media waiting or in work; more are 429", ge=1, le=1_000_000)
+
+    max_image_pixels: int = setting(100_000_000, "pixels of an image, from its header", ge=1, le=10**10)
+    full_decode_pixels: int = setting(
+        16_000_000, "images above are decoded at reduced scale where the model needs less", ge=1, le=10**10
+    )
+    max_media_mb: float = setting(512.0, "size of one media file", ge=0.001, le=65536)
+    max_video_s: float = setting(7200.0, "length of a video", ge=0.1, le=864000)
+    max_audio_s: float = setting(7200.0, "length of a sound", ge=0.1, le=864000)
+    max_visual_tokens: int = setting(1_000_000, "language-model tokens of an image or video", ge=1, le=10**8)
+
+    fetch_concurrency: int = setting(64, "downloads at a time", ge=1, le=4096)
+    fetch_connect_s: float = setting(5.0, "time to connect", ge=0.01, le=600)
+    fetch_read_s: float = setting(15.0, "longest silence of a server", ge=0.01, le=600)
+    fetch_total_s: float = setting(60.0, "time for a whole download, redirects included", ge=0.01, le=3600)
+    fetch_max_redirects: int = setting(5, "redirects followed", ge=0, le=10)
+    fetch_schemes: tuple[str, ...] = setting(("http", "https"), "schemes", choices=("http", "https"))
+    fetch_ports: tuple[int, ...] = setting((80, 443), "ports; 0: any", ge=0, le=65535)
+    fetch_domains: tuple[str, ...] = setting(
+        ("*",), "domains: host, *.domain or *; none: no download at all", metavar="DOMAIN"
+    )
+    allow_private_addresses: bool = setting(False, "also fetch from loopback, private and reserved addresses")
+
+    embedding_cache_mb: int = setting(256, "embeddings kept in memory; 0: none", ge=0, le=1_048_576)

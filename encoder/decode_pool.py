@@ -1,0 +1,294 @@
+"""The decode workers of an encoder: their processes, who works on what, and what comes back.
+
+Encoder process, event loop. A worker that dies or falls silent fails its item alone and is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from types import TracebackType
+
+from transom.encoder.media import wire
+from transom.errors import MediaError, TransomError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+# A decoder that ends so was ended by its input; others may have been ended from outside.
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
+_START_TIMEOUT_S = 60.0
+_LONG_SOUND_BYTES = 4 * 1024 * 1024
+
+
+class _Worker:
+    """One worker process and its socket. `parts` ends with None when the process is gone."""
+
+    def __init__(self, memory_mb: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "transom.encoder.media.worker"]
+            arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mb)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(
+                command + arguments, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
+            )
+        self.sock = ours
+        self.sock.setblocking(False)
+        self.parts: asyncio.Queue[tuple[wire.Reply, int | None] | None] = asyncio.Queue()
+        self.killed_for: str | None = None
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
+
+    def _readable(self) -> None:
+        try:
+            while True:
+                self.parts.put_nowait(wire.receive_reply(self.sock))
+        except BlockingIOError:
+            return
+        except Exception as error:
+            if not isinstance(error, (EOFError, OSError)):
+                logger.warning("decode worker %d broke its protocol: %s", self.process.pid, error)
+            self._forget()
+            self.parts.put_nowait(None)
+
+    def _forget(self) -> None:
+        with contextlib.suppress(ValueError):
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+
+    def kill(self, why: str) -> None:
+        self.killed_for = self.killed_for or why
+        self.process.kill()
+
+    async def reap(self) -> int:
+        """Release everything; return the exit code."""
+        self._forget()
+        self.sock.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        code = await asyncio.to_thread(self.process.wait)
+        while not self.parts.empty():
+            part = self.parts.get_nowait()
+            if part is not None and part[1] is not None:
+                os.close(part[1])
+        return code
+
+
+class DecodePool:
+    """Hands jobs to workers in order of arrival; long jobs never take the last worker."""
+
+    def __init__(self, *, workers: int, timeout_s: float, memory_mb: int) -> None:
+        self._count = workers
+        self._timeout_s = timeout_s
+        self._memory_mb = memory_mb
+        self._idle: deque[_Worker] = deque()
+        self._waiters: deque[asyncio.Future[_Worker]] = deque()
+        self._all: set[_Worker] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._long = asyncio.Semaphore(max(1, workers - 1))
+        self._closed = False
+        self.crashes = 0
+
+    async def start(self) -> None:
+        """Start all workers; return when the first is ready. Raise UnavailableError when none gets so."""
+        ready = [asyncio.ensure_future(self._wait()) for _ in range(1)]
+        for _ in range(self._count):
+            self._spawn()
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                self._free(await ready[0])
+        except TimeoutError:
+            raise UnavailableError("no decode worker could be started: see the log") from None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running workers."""
+        return [worker.process.pid for worker in self._all]
+
+    def busy(self) -> int:
+        """Count the workers that have a job or are starting."""
+        return len(self._all) - len(self._idle)
+
+    def _spawn(self) -> None:
+        worker = _Worker(self._memory_mb)
+        self._all.add(worker)
+        self._settle(worker, _START_TIMEOUT_S)
+
+    def _settle(self, worker: _Worker, timeout_s: float) -> None:
+        """Take the worker back once it says that it is done, or replace it."""
+        task = asyncio.create_task(self._until_done(worker, timeout_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until_done(self, worker: _Worker, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (part := await worker.parts.get()) is not None:
+                    reply, fd = part
+                    if fd is not None:
+                        os.close(fd)
+                        wire.send(worker.sock, wire.Ack())
+                    if isinstance(reply, (wire.Finished, wire.Failed)):
+                        self._free(worker)
+                        return
+        except (TimeoutError, OSError):
+            pass
+        await self._replace(worker)
+
+    async def _replace(self, worker: _Worker) -> int:
+        """Bury a worker and start another in its place; return the exit code."""
+        self._all.discard(worker)
+        code = await worker.reap()
+        if not self._closed:
+            logger.warning("decode worker %d ended with %d and is replaced", worker.process.pid, code)
+            self.crashes += 1
+            self._spawn()
+        return code
+
+    def _free(self, worker: _Worker) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(worker)
+                return
+        self._idle.append(worker)
+
+    async def _wait(self) -> _Worker:
+        if self._idle:
+            return self._idle.popleft()
+        waiter: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._free(waiter.result())
+            raise
+
+    def decode(self, job: wire.Job, file: wire.MemoryFile) -> Decoding:
+        """Return an async context manager that iterates over what the job gives."""
+        return Decoding(
+            self, job, file, self._timeout_s, None if isinstance(job, wire.ImageJob) else self._long
+        )
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._closed = True
+        for worker in self._all:
+            worker.kill("close")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in list(self._all):
+            await worker.reap()
+        self._all.clear()
+        self._idle.clear()
+
+
+class Decoding:
+    """One job on a worker: `async with pool.decode(...) as parts: async for reply, fd in parts`.
+
+    Yields data parts with their descriptor (the caller's to close) and heads; ends after Finished,
+    whose notes stay in `notes`. Raises MediaError when the item is at fault. A worker that was ended
+    from outside before it gave anything is replaced by another once.
+    """
+
+    def __init__(
+        self,
+        pool: DecodePool,
+        job: wire.Job,
+        file: wire.MemoryFile,
+        timeout_s: float,
+        gate: asyncio.Semaphore | None,
+    ) -> None:
+        self._pool = pool
+        self._job = job
+        self._file = file
+        self._timeout_s = timeout_s
+        self._gate = gate
+        self._worker: _Worker | None = None
+        self._given = False
+        self._retried = False
+        self.notes: tuple[str, ...] = ()
+
+    async def __aenter__(self) -> Decoding:
+        if self._gate is not None:
+            await self._gate.acquire()
+        try:
+            await self._begin()
+        except BaseException:
+            if self._gate is not None:
+                self._gate.release()
+            raise
+        return self
+
+    async def _begin(self) -> None:
+        while True:
+            worker = await self._pool._wait()
+            try:
+                wire.send(worker.sock, self._job, self._file.fd)
+            except OSError:  # it died while idle
+                await self._pool._replace(worker)
+                continue
+            self._worker = worker
+            return
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._gate is not None:
+            self._gate.release()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            with contextlib.suppress(OSError):
+                wire.send(worker.sock, wire.Stop())
+            self._pool._settle(worker, self._timeout_s)
+
+    def __aiter__(self) -> Decoding:
+        return self
+
+    async def __anext__(self) -> tuple[wire.Reply, int | None]:
+        while True:
+            worker = self._worker
+            if worker is None:
+                raise StopAsyncIteration
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    part = await worker.parts.get()
+            except TimeoutError:
+                worker.kill("timeout")
+                part = None
+            if part is None:
+                await self._died(worker)
+                continue
+            reply, fd = part
+            if isinstance(reply, (wire.Finished, wire.Failed)):
+                self._worker = None
+                self._pool._free(worker)
+                if isinstance(reply, wire.Failed):
+                    raise MediaError(reply.message)
+                self.notes = reply.notes
+                raise StopAsyncIteration
+            if fd is not None:
+                self._given = True
+                with contextlib.suppress(OSError):
+                    wire.send(worker.sock, wire.Ack())
+            return reply, fd
+
+    async def _died(self, worker: _Worker) -> None:
+        self._worker = None
+        timed_out = worker.killed_for == "timeout"
+        code = await self._pool._replace(worker)
+        if timed_out:
+            raise MediaError(f"decoding made no progress for {self._timeout_s:g} s, the limit")
+        if -code in _CRASHES:
+            raise MediaError(f"the decoder crashed on this item ({signal.Signals(-code).name})")
+        if self._given or self._retried:
+            raise TransomError("the process that decoded this item was ended from outside")
+        self._retried = True
+        await self._begin()

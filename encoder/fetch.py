@@ -1,0 +1,297 @@
+"""Downloads media for an encoder, guarded: what a client's URL may reach, how long and how much.
+
+Every hop of a redirect is judged anew, and the address connected to is the one that was judged.
+Knows nothing of media formats or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from transom.encoder.config import EncoderConfig
+from transom.errors import MediaError
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_CHUNK_BYTES = 256 * 1024
+_MAX_URL_CHARS = 8192
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """What may be fetched. `ports` with 0 allows any; no domains allow nothing."""
+
+    connect_s: float
+    read_s: float
+    total_s: float
+    max_bytes: int
+    max_redirects: int
+    concurrency: int
+    schemes: tuple[str, ...]
+    ports: tuple[int, ...]
+    domains: tuple[str, ...]
+    allow_private: bool
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> FetchLimits:
+        """Take the limits out of the process's settings."""
+        return cls(
+            connect_s=config.fetch_connect_s,
+            read_s=config.fetch_read_s,
+            total_s=config.fetch_total_s,
+            max_bytes=int(config.max_media_mb * 1024 * 1024),
+            max_redirects=config.fetch_max_redirects,
+            concurrency=config.fetch_concurrency,
+            schemes=config.fetch_schemes,
+            ports=config.fetch_ports,
+            domains=config.fetch_domains,
+            allow_private=config.allow_private_addresses,
+        )
+
+
+def embedded_addresses(address: Address) -> list[Address]:
+    """Return the address and any IPv4 address that it stands for (mapped, 6to4, Teredo, NAT64)."""
+    found: list[Address] = [address]
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            found.append(address.ipv4_mapped)
+        if address.sixtofour is not None:
+            found.append(address.sixtofour)
+        if address.teredo is not None:
+            found.extend(address.teredo)
+        if address in _NAT64 or int(address) >> 32 == 0:
+            found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return found
+
+
+def is_public(text: str) -> bool:
+    """Whether an address, as the resolver gives it, is one of the public internet."""
+    try:
+        address = ipaddress.ip_address(text.split("%", 1)[0])
+    except ValueError:
+        return False
+    return all(
+        item.is_global and not item.is_multicast and not item.is_reserved and not item.is_unspecified
+        for item in embedded_addresses(address)
+        # The IPv6 form of a mapped or translated address is never global itself; its IPv4 counts.
+        if not (isinstance(item, ipaddress.IPv6Address) and (item.ipv4_mapped or item in _NAT64))
+    )
+
+
+def _host_of(parts: SplitResult) -> str:
+    return (parts.hostname or "").rstrip(".").lower()
+
+
+def domain_allowed(host: str, domains: Sequence[str]) -> bool:
+    """Whether a host is on the list: itself, below a "*.domain", or by "*"."""
+    for domain in domains:
+        pattern = domain.lower().rstrip(".")
+        if pattern == "*" or host == pattern:
+            return True
+        if pattern.startswith("*.") and host.endswith(pattern[1:]):
+            return True
+    return False
+
+
+def check_url(url: str, limits: FetchLimits) -> SplitResult:
+    """Raise MediaError unless scheme, port, host and form of a URL are allowed; resolve nothing."""
+    if len(url) > _MAX_URL_CHARS:
+        raise MediaError(f"URL of {len(url)} characters, limit {_MAX_URL_CHARS}")
+    if any(ord(char) <= 32 or ord(char) == 127 for char in url) or "\\" in url:
+        raise MediaError("URL holds a space, a control character or a backslash")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise MediaError(f"URL is malformed: {error}") from None
+    scheme = parts.scheme.lower()
+    if scheme not in limits.schemes:
+        allowed = ", ".join(limits.schemes) or "none"
+        raise MediaError(f"URL scheme {scheme[:20]!r} is not allowed; allowed: {allowed}")
+    if parts.username is not None or parts.password is not None:
+        raise MediaError("URL carries a user name or password")
+    host = _host_of(parts)
+    if not host:
+        raise MediaError("URL has no host")
+    actual_port = port if port is not None else (443 if scheme == "https" else 80)
+    if 0 not in limits.ports and actual_port not in limits.ports:
+        allowed = ", ".join(map(str, limits.ports)) or "none"
+        raise MediaError(f"URL port {actual_port} is not allowed; allowed: {allowed}")
+    if not domain_allowed(host, limits.domains):
+        raise MediaError(f"URL host {host!r} is not on the list of allowed domains")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return parts
+    # A literal never reaches the resolver, where names are judged.
+    if not limits.allow_private and not is_public(host):
+        raise MediaError(f"URL host {host!r} is not a public address")
+    return parts
+
+
+class _Refused(OSError):
+    """The name stands for an address that must not be reached."""
+
+
+class _JudgingResolver(AbstractResolver):
+    """Resolves through the system and gives public addresses only: these are what gets connected to."""
+
+    def __init__(self, allow_private: bool) -> None:
+        self._allow_private = allow_private
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
+        results: list[ResolveResult] = []
+        for kind, _, protocol, _, address in found:
+            text = str(address[0])
+            # One bad address among good ones refuses the name: it is a rebinding attempt.
+            if not self._allow_private and not is_public(text):
+                raise _Refused(f"{host} stands for {text}")
+            results.append(
+                ResolveResult(
+                    hostname=host, host=text, port=port, family=kind, proto=protocol,
+                    flags=socket.AI_NUMERICHOST,
+                )
+            )  # fmt: skip
+        return results
+
+    async def close(self) -> None:
+        return None
+
+
+class _Body:
+    """Collects a response, inflating it where the server compressed it, up to a size."""
+
+    def __init__(self, encoding: str, max_bytes: int) -> None:
+        self.data = bytearray()
+        self._max_bytes = max_bytes
+        self._inflate: Any = None
+        encoding = encoding.strip().lower()
+        if encoding in ("gzip", "x-gzip", "deflate"):
+            self._inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+        elif encoding not in ("", "identity"):
+            raise MediaError(f"the URL's server sends Content-Encoding {encoding[:20]!r}, which is not read")
+
+    def add(self, chunk: bytes) -> None:
+        if self._inflate is not None:
+            try:
+                chunk = self._inflate.decompress(chunk, self._max_bytes - len(self.data) + 1)
+            except zlib.error as error:
+                raise MediaError(f"the URL's content is badly compressed: {error}") from None
+        self.data += chunk
+        if len(self.data) > self._max_bytes:
+            raise MediaError(f"media at the URL is larger than {self._max_bytes} bytes, the limit")
+
+    def finish(self) -> bytearray:
+        if self._inflate is not None and not self._inflate.eof:
+            raise MediaError("the URL's compressed content is cut off")
+        return self.data
+
+
+class Fetcher:
+    """Downloads under limits. All methods run on the loop that called `start`."""
+
+    def __init__(self, limits: FetchLimits, resolver: AbstractResolver | None = None) -> None:
+        self.limits = limits
+        self._resolver = resolver
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(limits.concurrency)
+
+    async def start(self) -> None:
+        """Open the session; no request is made."""
+        limits = self.limits
+        connector = aiohttp.TCPConnector(
+            resolver=self._resolver or _JudgingResolver(limits.allow_private),
+            use_dns_cache=False,
+            limit=limits.concurrency,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+            auto_decompress=False,
+            headers={"User-Agent": "transom-encoder", "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=limits.connect_s, connect=limits.total_s, sock_read=limits.read_s
+            ),
+        )
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def fetch(self, url: str) -> bytearray:
+        """Return the bytes at a URL; raise MediaError that says what forbade or ended it."""
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self.limits.total_s):
+                    return await self._follow(url)
+            except aiohttp.SocketTimeoutError as error:
+                limit = (
+                    f"no connection within {self.limits.connect_s:g} s"
+                    if isinstance(error, aiohttp.ConnectionTimeoutError)
+                    else f"no data for {self.limits.read_s:g} s"
+                )
+                raise MediaError(f"download of the URL failed: {limit}, the limit") from None
+            except TimeoutError:
+                raise MediaError(
+                    f"download of the URL took over {self.limits.total_s:g} s, the limit"
+                ) from None
+            except aiohttp.ClientError as error:
+                refused = _cause(error, _Refused)
+                if refused is not None:
+                    raise MediaError(f"URL host is not a public address: {refused}") from None
+                reason = str(error) or type(error).__name__
+                raise MediaError(f"download of the URL failed: {reason[:200]}") from None
+            except (OSError, ValueError) as error:
+                raise MediaError(f"download of the URL failed: {str(error)[:200]}") from None
+
+    async def _follow(self, url: str) -> bytearray:
+        assert self._session is not None
+        for hop in range(self.limits.max_redirects + 1):
+            check_url(url, self.limits)
+            async with self._session.get(url, allow_redirects=False) as response:
+                if response.status not in _REDIRECTS:
+                    return await self._read(response)
+                location = response.headers.get("Location")
+                if not location:
+                    raise MediaError(f"the URL's server answered {response.status} without a Location")
+                response.close()
+            url = urljoin(url, location)
+        raise MediaError(f"the URL redirects more than {self.limits.max_redirects} times, the limit")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytearray:
+        if response.status != 200:
+            raise MediaError(f"the URL's server answered {response.status}")
+        max_bytes = self.limits.max_bytes
+        body = _Body(response.headers.get("Content-Encoding", ""), max_bytes)
+        if response.content_length is not None and response.content_length > max_bytes:
+            raise MediaError(f"media at the URL has {response.content_length} bytes, limit {max_bytes}")
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            body.add(chunk)
+        return body.finish()
+
+
+def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """Return the error of a kind in the chain that led to `error`."""
+    seen = 0
+    while error is not None and seen < 10:
+        if isinstance(error, kind):
+            return error
+        error, seen = error.__cause__ or error.__context__ or getattr(error, "os_error", None), seen + 1
+    return None

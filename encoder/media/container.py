@@ -1,0 +1,75 @@
+"""Opens sound and video containers with FFmpeg, restricted to what a chat needs.
+
+Decode worker. Only the given bytes are read: no playlists, no references to other files or hosts.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import av
+import av.error
+import av.logging
+
+from transom.encoder.media.sniff import describe
+from transom.errors import MediaError
+
+# Playlist, concatenation, image-sequence and network demuxers are left out: they open what the file names.
+DEMUXERS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,ivf,obu,av1,flv,asf,gif,"
+    "ogg,mp3,wav,w64,flac,aac,amr,amrnb,amrwb,aiff,caf,au,ac3,eac3,dts,wv,ape,tta,opus"
+)
+_ATTACHED_PICTURE = 0x0400
+
+av.logging.set_level(av.logging.PANIC)
+
+
+@contextmanager
+def open_container(data: memoryview, what: str) -> Iterator[Any]:
+    """Open the bytes of a sound or video; raise MediaError when no allowed demuxer knows them."""
+    if not len(data):
+        raise MediaError(f"{what} is empty (0 bytes)")
+    try:
+        container = av.open(
+            io.BytesIO(data),
+            options={"format_whitelist": DEMUXERS, "protocol_whitelist": "none"},
+            metadata_errors="replace",
+        )
+    except MemoryError:
+        raise MediaError(f"{what} needs more memory to decode than a decoder may use") from None
+    except (av.error.FFmpegError, ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MediaError(f"{what} can't be opened ({reason}): the bytes look like {describe(data)}") from None
+    try:
+        yield container
+    finally:
+        container.close()
+
+
+def video_stream(container: Any) -> Any:
+    """Return the main video stream, cover pictures aside; raise MediaError when there is none."""
+    streams = [s for s in container.streams.video if not int(s.disposition) & _ATTACHED_PICTURE]
+    for stream in streams:
+        if stream.codec_context is not None:
+            return stream
+    raise MediaError("video has no picture track that can be decoded")
+
+
+def audio_stream(container: Any) -> Any | None:
+    """Return the main sound stream, or None."""
+    for stream in container.streams.audio:
+        if stream.codec_context is not None and stream.codec_context.sample_rate:
+            return stream
+    return None
+
+
+def duration_s(container: Any, stream: Any) -> float | None:
+    """Return the length that the container claims, or None."""
+    if stream.duration is not None and stream.time_base is not None and stream.duration > 0:
+        return float(stream.duration * stream.time_base)
+    if container.duration is not None and container.duration > 0:
+        return float(container.duration / av.time_base)
+    return None

@@ -1,0 +1,47 @@
+"""Names what bytes look like, for error messages; nothing is decided by it."""
+
+from __future__ import annotations
+
+_HEAD_BYTES = 512
+
+
+def describe(data: memoryview) -> str:
+    """Return a few words on the content of a file, from its first bytes."""
+    head = bytes(data[:_HEAD_BYTES])
+    text = head.lstrip().lower()
+    if not head:
+        return "nothing"
+    if text.startswith((b"<!doctype html", b"<html")):
+        return "an HTML page"
+    if text.startswith((b"<?xml", b"<svg")):
+        return "XML or SVG"
+    if head.startswith(b"%PDF"):
+        return "a PDF"
+    if head.startswith(b"#EXTM3U"):
+        return "a playlist"
+    if head[4:8] == b"ftyp":
+        brand = head[8:12].decode("latin-1")
+        return (
+            "HEIC" if brand in ("heic", "heix", "mif1", "msf1", "hevc") else f"an MP4 family file ({brand!r})"
+        )
+    for magic, name in (
+        (b"\xff\xd8", "a damaged JPEG"),
+        (b"\x89PNG", "a damaged PNG"),
+        (b"GIF8", "a damaged GIF"),
+        (b"8BPS", "a Photoshop file"),
+        (b"\x1aE\xdf\xa3", "Matroska or WebM"),
+        (b"OggS", "Ogg"),
+        (b"ID3", "MP3"),
+        (b"fLaC", "FLAC"),
+        (b"PK\x03\x04", "a ZIP archive"),
+        (b"\x1f\x8b", "gzip data"),
+        (b"{", "JSON"),
+    ):
+        if head.startswith(magic):
+            return name
+    if head.startswith(b"RIFF"):
+        return {b"WEBP": "a damaged WebP", b"WAVE": "a WAV sound", b"AVI ": "an AVI video"}.get(
+            head[8:12], "a RIFF file"
+        )
+    printable = sum(32 <= byte < 127 or byte in (9, 10, 13) for byte in head)
+    return "text" if printable == len(head) else "unknown binary data"

@@ -1,0 +1,208 @@
+"""What an encoder and its decode workers say to each other over a seqpacket socket.
+
+Messages are small msgspec structs; media bytes and pixels travel as sealed memory files beside them.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import mmap
+import os
+import socket
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transom.errors import MediaError
+
+MAX_MESSAGE_BYTES = 160 * 1024
+_FD_BYTES = array.array("i").itemsize
+
+
+class ImageJob(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
+    """Decode one picture; fd: the file. Answered by one Picture."""
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+    max_aspect_ratio: float
+    max_image_pixels: int
+    full_decode_pixels: int
+    max_tokens: int
+    background: tuple[int, int, int]
+    frame_index: int
+
+
+class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio"):
+    """Decode one sound; fd: the file. Answered by Sounds, the last of them marked."""
+
+    sampling_rate: int
+    piece_samples: int
+    max_audio_s: float
+
+
+class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
+    """Decode sampled frames; fd: the file. Answered by ClipHead, then FrameUnits and Sounds.
+
+    Sounds that a unit needs come before it, so that the reader never has to hold units back long.
+    """
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+    total_max_pixels: int
+    max_aspect_ratio: float
+    max_image_pixels: int
+    max_tokens: int
+    fps: float
+    min_frames: int
+    max_frames: int
+    temporal_patch: int
+    max_video_s: float
+    threads: int
+    sound: AudioJob | None
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """One Picture, FrameUnit or Sound was taken over; the worker may send one more."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Nobody wants the rest of the job."""
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
+    """fd: uint8 (height, width, 3); `target` is the (height, width) to resize to."""
+
+    height: int
+    width: int
+    target: tuple[int, int]
+    notes: tuple[str, ...] = ()
+
+
+class ClipHead(msgspec.Struct, frozen=True, kw_only=True, tag="clip"):
+    """What will come: planned frame times and the size of the frames before and after resizing."""
+
+    timestamps: tuple[float, ...]
+    height: int
+    width: int
+    target: tuple[int, int]
+    has_sound: bool
+
+
+class FrameUnit(msgspec.Struct, frozen=True, kw_only=True, tag="unit"):
+    """fd: uint8 (frames, height, width, 3): one temporal patch."""
+
+    start_s: float
+    frames: int
+    height: int
+    width: int
+
+
+class Sound(msgspec.Struct, frozen=True, kw_only=True, tag="sound"):
+    """fd: float32 (samples,), mono at the job's rate; a piece of the track, in order."""
+
+    samples: int
+    last: bool
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The job is done, or stopped."""
+
+    notes: tuple[str, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The item is at fault."""
+
+    message: str
+
+
+Job = ImageJob | AudioJob | VideoJob
+Request = ImageJob | AudioJob | VideoJob | Ack | Stop
+Reply = Picture | ClipHead | FrameUnit | Sound | Finished | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def send(sock: socket.socket, message: Request | Reply, fd: int | None = None) -> None:
+    """Send one message, with a file that the receiver gets a descriptor of."""
+    data = _ENCODER.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(data)} bytes, limit {MAX_MESSAGE_BYTES}")
+    socket.send_fds(sock, [data], [] if fd is None else [fd])
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, int | None]:
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        for fd in fds:
+            os.close(fd)
+        raise EOFError("the other side is gone")
+    for fd in fds[1:]:
+        os.close(fd)
+    return data, fds[0] if fds else None
+
+
+def receive_request(sock: socket.socket) -> tuple[Request, int | None]:
+    """Receive one message of the encoder; raise EOFError when it is gone."""
+    data, fd = _receive(sock)
+    return _REQUESTS.decode(data), fd
+
+
+def receive_reply(sock: socket.socket) -> tuple[Reply, int | None]:
+    """Receive one message of a worker; raise EOFError when it is gone."""
+    data, fd = _receive(sock)
+    return _REPLIES.decode(data), fd
+
+
+class MemoryFile:
+    """Anonymous shared memory of fixed size. It vanishes with its last descriptor and mapping.
+
+    Sealed against shrinking: a mapping of it can't fault, whatever the process on the other side does.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("transom-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, max(size_bytes, 1))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self.view = memoryview(mmap.mmap(self.fd, max(size_bytes, 1)))[:size_bytes]
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor; views stay valid as long as they are referenced."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    @classmethod
+    def of(cls, data: bytes | memoryview) -> MemoryFile:
+        """Return a file with these bytes."""
+        file = cls(len(data))
+        file.view[:] = data
+        return file
+
+
+def map_array(fd: int | None, dtype: type[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
+    """Map a received memory file as an array and close the descriptor; check that it can't fault."""
+    if fd is None:
+        raise MediaError("a decoder answered without data")
+    try:
+        size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if size_bytes == 0:
+            return np.empty(shape, dtype)
+        if os.fstat(fd).st_size < size_bytes:
+            raise MediaError(f"a decoder announced {size_bytes} bytes and sent {os.fstat(fd).st_size}")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise MediaError("a decoder sent memory that it may take back")
+        return np.frombuffer(mmap.mmap(fd, size_bytes), dtype=dtype).reshape(shape)
+    finally:
+        os.close(fd)
