@@ -6,10 +6,12 @@ A stage implements `Stage`; `run_stage` owns the event loop. The stage must not 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -28,6 +30,8 @@ from transom.messages import Ping, Pong
 from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
+
+_ORPHAN_END_S = 1.5  # beyond draining: time to release everything once the supervisor is gone
 
 
 class Stage(ABC):
@@ -134,14 +138,21 @@ class StageRunner:
             logger.warning("work left after %.1f s of draining is dropped", self.config.drain_timeout_s)
 
     def _watch_stdin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Stop when the supervisor is gone, however it died: its end of our stdin closes."""
+        """Stop when the supervisor is gone, however it died: its end of our stdin closes.
 
-        def readable() -> None:
-            if not os.read(sys.stdin.fileno(), 4096):
-                loop.remove_reader(sys.stdin.fileno())
-                self._stop.set()
+        Watched by a thread, so that a process whose event loop hangs ends too.
+        """
 
-        loop.add_reader(sys.stdin.fileno(), readable)
+        def watch() -> None:
+            with contextlib.suppress(OSError):
+                while os.read(sys.stdin.fileno(), 4096):
+                    pass
+            with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending anyway
+                loop.call_soon_threadsafe(self._stop.set)
+            time.sleep(self.config.drain_timeout_s + _ORPHAN_END_S)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="stdin watch", daemon=True).start()
 
     async def _receive(self, transport: Transport) -> None:
         while True:

@@ -20,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from transom.curve import FleetKey, require_fleet_key
-from transom.errors import OverloadedError, ProtocolError, StageLostError
+from transom.errors import OverloadedError, ProtocolError, StageLostError, UnavailableError
 from transom.messages import MAX_FRAMES, Message, check_frames, decode_header, encode_header
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,12 @@ class Transport:
             self._authenticator = self._key.start_authenticator(self._context)
             self._key.secure_server(inbox)
         target = self._bind[:-1] + "*" if self._bind.endswith(":0") else self._bind
-        inbox.bind(target)
+        try:
+            inbox.bind(target)
+        except zmq.ZMQError as error:
+            inbox.close(linger=0)
+            await self.close()
+            raise UnavailableError(f"can't bind {self._bind}: {error.strerror}") from None
         self._inbox = inbox
         bound = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         if not self.address:

@@ -7,7 +7,9 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from transom.config import StageConfig, add_flags, config_from_args, setting
 from transom.errors import ConfigError
@@ -32,13 +34,14 @@ class TinyStage(Stage):
 
     def __init__(self, config: TinyConfig) -> None:
         self._config = config
+        self._crash_file = Path(config.crash_file) if config.crash_file else None
         self._transport: Transport | None = None
         self._work: set[asyncio.Task[None]] = set()
 
     async def start(self, transport: Transport) -> None:
         if self._config.refuse:
             raise ConfigError(self._config.refuse)
-        if self._config.crash_file and os.path.exists(self._config.crash_file):
+        if self._crash_file is not None and self._crash_file.exists():
             os.kill(os.getpid(), signal.SIGKILL)
         self._transport = transport
 
@@ -48,7 +51,8 @@ class TinyStage(Stage):
         if received.message.reason == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
         if received.message.reason == "hang":
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            sys.stderr.write("hangs\n")
+            threading.Event().wait()
         if received.message.reason == "work":
             task = asyncio.create_task(self._finish(received))
             self._work.add(task)
