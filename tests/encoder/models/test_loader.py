@@ -10,6 +10,7 @@ from transom.encoder.models.audio import AudioEncoder
 from transom.encoder.models.config import AudioConfig, VisionConfig
 from transom.encoder.models.export import save_audio, save_audio_tokenizer, save_vision
 from transom.encoder.models.loader import load_audio, load_vision
+from transom.encoder.models.tensor_names import audio_tensors, tokenizer_tensors, vision_tensors
 from transom.encoder.models.vision import VisionTower
 from transom.errors import CheckpointError
 
@@ -208,3 +209,33 @@ def test_progress_reaches_the_total(folder):
     seen = []
     load_vision(folder, torch.float32, "cpu", progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_the_released_sizes_give_the_released_shapes():
+    kinds = [-1, *([0] * 4 + [1] * 4 + [-1]) * 3]
+    vision = {"fullatt_block_indexes": [0, 9, 18, 27], "vit_window_attn_types": kinds}
+    with torch.device("meta"):
+        tower = VisionTower(VisionConfig.from_dict(vision))
+        encoder = AudioEncoder(AudioConfig.from_dicts({"speech_vocab_size": "1280"}, {}))
+    shapes = {name: tuple(t.shape) for name, t in vision_tensors(tower).items()}
+    shapes |= {name: tuple(t.shape) for name, t in audio_tensors(encoder).items()}
+    expected = {
+        "visual.patch_embed.proj.weight": (1280, 3, 2, 16, 16),
+        "visual.blocks.27.attn.qkv.weight": (3072, 1280),
+        "visual.blocks.27.attn.qkv.bias": (3072,),
+        "visual.blocks.0.attn.proj.weight": (1280, 2048),
+        "visual.blocks.26.attn.sinks": (32,),
+        "visual.blocks.0.mlp.gate_proj.weight": (4608, 1280),
+        "visual.blocks.0.mlp.down_proj.bias": (1280,),
+        "visual.merger.ln_q.weight": (1280,),
+        "visual.merger.mlp.0.weight": (5120, 5120),
+        "visual.merger.mlp.2.weight": (4096, 5120),
+        "speech_embeddings.19.weight": (1280, 1024),
+        "audio_encoder.input_local_transformer.layers.5.self_attn.q_proj.weight": (1024, 1024),
+        "audio_encoder.projection.mlp.0.weight": (16384, 4096),
+        "audio_encoder.projection.mlp.2.weight": (4096, 16384),
+    }
+    assert {name: shapes[name] for name in expected} == expected
+    assert sum(name.endswith("sinks") for name in shapes) == 24
+    codebooks = [t.shape[0] for name, t in tokenizer_tensors(encoder).items() if name.endswith(".embed")]
+    assert codebooks == [1024, 1024, 256] + [128] * 17
