@@ -1,0 +1,101 @@
+"""How much KV a memory budget holds: bytes per token and the split into full and SWA pool.
+
+Pure arithmetic over a model config (llm processes, planner); knows no torch and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transom.errors import ConfigError
+from transom.llm.model.config import LayerSpec, MiMoV2Config
+
+
+def token_bytes(specs: Sequence[LayerSpec], dtype_bytes: int) -> int:
+    """Return the bytes of one token's K and V over the given layers."""
+    return sum(spec.kv_heads * (spec.head_dim + spec.v_head_dim) for spec in specs) * dtype_bytes
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Return how many pages `tokens` slots take."""
+    return -(-tokens // page_size)
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Pages of each pool, the null page that each pool keeps included, and what they cost."""
+
+    page_size: int
+    full_pages: int
+    swa_pages: int
+    full_token_bytes: int
+    swa_token_bytes: int
+
+    @property
+    def full_tokens(self) -> int:
+        return (self.full_pages - 1) * self.page_size
+
+    @property
+    def swa_tokens(self) -> int:
+        return (self.swa_pages - 1) * self.page_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.page_size * (
+            self.full_pages * self.full_token_bytes + self.swa_pages * self.swa_token_bytes
+        )
+
+    def describe(self) -> str:
+        return (
+            f"full pool {self.full_tokens} tokens at {self.full_token_bytes} B,"
+            f" SWA pool {self.swa_tokens} tokens at {self.swa_token_bytes} B,"
+            f" {self.total_bytes / 1e6:.1f} MB in all"
+        )
+
+
+def swa_live_tokens(window: int, page_size: int, release_interval: int, chunk: int) -> int:
+    """Return the most SWA slots one running request holds: O(window + chunk), whatever its length.
+
+    The window may begin inside a page and the chunk may end inside one, hence the two further pages.
+    """
+    return (pages_for(window + max(release_interval, chunk), page_size) + 2) * page_size
+
+
+def plan_pools(
+    config: MiMoV2Config,
+    *,
+    budget_bytes: int,
+    dtype_bytes: int,
+    page_size: int,
+    typical_len: int,
+    release_interval: int,
+    chunk: int,
+) -> PoolPlan:
+    """Split one budget so that requests of `typical_len` tokens fill both pools at the same time.
+
+    A request of T tokens holds T full slots but only window + release interval SWA slots, so the SWA pool gets
+    that share of the full pool's slots. It always holds at least one request in the middle of a chunk. Raise
+    ConfigError when the budget is too small for that, or when the model lacks either kind of layer.
+    """
+    full = [spec for spec in config.layers if spec.full]
+    swa = [spec for spec in config.layers if not spec.full]
+    if not full or not swa:
+        raise ConfigError("the engine serves hybrid models: at least one full and one SWA layer")
+    window = max(spec.window or 0 for spec in swa)
+    full_bytes = token_bytes(full, dtype_bytes) * page_size
+    swa_bytes = token_bytes(swa, dtype_bytes) * page_size
+    steady = swa_live_tokens(window, page_size, release_interval, 0)
+    share = min(1.0, steady / typical_len)
+    least_swa = 1 + pages_for(swa_live_tokens(window, page_size, release_interval, chunk), page_size)
+    swa_pages = max(int(budget_bytes / (full_bytes / share + swa_bytes)), least_swa)
+    full_pages = (budget_bytes - swa_pages * swa_bytes) // full_bytes
+    # More SWA than full slots can never be used.
+    swa_pages = min(swa_pages, max(full_pages, least_swa))
+    if full_pages < least_swa:
+        needed = least_swa * (full_bytes + swa_bytes)
+        raise ConfigError(
+            f"kv_memory_gb: {budget_bytes} bytes hold no request with a chunk of {chunk} tokens and a window of"
+            f" {window}; at least {needed} bytes are needed"
+        )
+    return PoolPlan(page_size, full_pages, swa_pages, full_bytes // page_size, swa_bytes // page_size)

@@ -1,0 +1,51 @@
+"""Settings of the prefill and decode processes. Free of torch: the command line imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom.config import StageConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmConfig(StageConfig):
+    """What prefill and decode have in common: pools, batching and queue bounds."""
+
+    # One process per core beats one process over all cores for the small matrices of a CPU deployment.
+    threads: int = setting(1, "CPU threads for tensor work in this process; 0: all cores", ge=0, le=1024)
+    dtype: str = setting(
+        "auto",
+        "dtype of weights and KV; auto is float32 on a CPU, else bfloat16",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    kv_memory_gb: float = setting(0.25, "memory of both KV pools together", ge=0.0005, le=4096)
+    page_size: int = setting(16, "tokens in a page of the KV pools", ge=1, le=1024)
+    typical_context_len: int = setting(
+        512, "context length of a usual request: sets the SWA pool's share of the memory", ge=1
+    )
+    max_context_len: int = setting(0, "longest prompt plus output; 0: what the model allows", ge=0)
+    max_batch_tokens: int = setting(512, "tokens computed in one step: the chunk of a long prompt", ge=1)
+    max_running_requests: int = setting(64, "requests computed in one step", ge=1, le=65536)
+    max_waiting_tokens: int = setting(
+        131072, "prompt tokens that may wait here; more are refused with 429", ge=1
+    )
+    swa_release_interval: int = setting(
+        16, "decoded tokens after which slots that left the window are freed", ge=1
+    )
+    host_reserve_gb: float = setting(
+        1.0, "host memory for KV between prefill and decode: handed over, not yet decoding", ge=0.001, le=4096
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(LlmConfig):
+    """Settings of `transom prefill`."""
+
+    max_parked_mb: int = setting(
+        512, "embeddings held for prompts that are not computed yet; more are refused", ge=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(LlmConfig):
+    """Settings of `transom decode`."""

@@ -1,0 +1,471 @@
+"""The engine: one thread that batches requests through the model over the paged pools.
+
+The same core serves prefill workers (requests that hand off), decode workers (requests that arrive with KV) and
+both at once. Knows no sockets: commands come in by `submit`, events leave through one callback a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from transom.errors import ContextLengthError, DeadlineError, TransomError
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.paged_attention import PagedAttention, Span
+from transom.llm.pools import DualPools, RequestKV
+from transom.llm.request import (
+    Command,
+    Drop,
+    EmbeddingRows,
+    Event,
+    Extend,
+    FailedEvent,
+    Hold,
+    PrefilledEvent,
+    Request,
+    Start,
+    StartedEvent,
+    TokenEvent,
+)
+from transom.llm.sampler import Draw, SamplerState, check_sampling, sample
+from transom.llm.scheduler import FreePages, Limits, Plan, RequestView, plan_step
+from transom.messages import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Bounds of one engine. `context_len` counts prompt and output; the pools may lower it."""
+
+    batch_tokens: int
+    running_requests: int
+    context_len: int
+    swa_release_interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`count` tokens of one request, computed in this step; its last row gets a token if `samples`."""
+
+    request: Request
+    count: int
+    samples: bool
+
+
+class Engine:
+    """Owns model, pools and requests. Only `submit`, `load` and `waiting_reason` may be used by other threads;
+    `step` belongs to whoever drives the engine: its own thread after `start`, or the caller without it."""
+
+    def __init__(
+        self,
+        model: MiMoV2ForCausalLM,
+        pools: DualPools,
+        limits: EngineLimits,
+        emit: Callable[[list[Event]], None],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.context_len = min(limits.context_len, pools.full_pages.capacity * pools.page_size)
+        self.waiting_reason = ""  # why the next request in line is not running; "" when none waits
+        self._hold = ""
+        self._model = model
+        self._pools = pools
+        self._limits = limits
+        self._policy_limits = Limits(
+            limits.batch_tokens,
+            min(limits.running_requests, limits.batch_tokens),
+            pools.page_size,
+            pools.window,
+        )
+        self._emit = emit
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._requests: dict[str, Request] = {}  # all of them
+        self._running: dict[str, Request] = {}  # those with pages
+        self._events: list[Event] = []
+        self._next_deadline_s = float("inf")
+        self._computed_tokens = 0
+        self._busy = False
+        self._checked = True
+        self._thread: threading.Thread | None = None
+
+    # The loop: everything that happens in a step, in order.
+
+    def step(self, wait_s: float | None = 0.0) -> bool:
+        """Do one step; wait up to `wait_s` (None: as long as it takes) for work if there was none.
+
+        Return False once `stop` was called.
+        """
+        if not self._take_commands(wait_s):
+            return False
+        self._expire()
+        plan = self._plan()
+        for request_id in plan.retract:
+            self._retract(self._requests[request_id])
+        for request_id in plan.admit:
+            self._admit(self._requests[request_id])
+        steps = [self._make_step(request_id, count) for request_id, count in plan.steps.items()]
+        self._compute_isolated(sorted(steps, key=_batch_order))
+        self._busy = bool(plan.steps or plan.retract)
+        self._check_when_idle()
+        self._publish()
+        return True
+
+    def start(self, on_fatal: Callable[[BaseException], None]) -> None:
+        """Run the loop in a thread of its own; `on_fatal` is called there if it ends by an error."""
+
+        def run() -> None:
+            try:
+                while self.step(wait_s=None):
+                    pass
+            except BaseException as error:
+                logger.exception("the engine stops")
+                on_fatal(error)
+
+        self._thread = threading.Thread(target=run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step; blocks until it has ended."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(self, command: Command) -> None:
+        """Hand over a command; thread-safe, never blocks."""
+        self._commands.put(command)
+
+    def load(self) -> dict[str, float]:
+        """Return figures of the current load; thread-safe, each figure true at some recent moment."""
+        pools, requests, running = self._pools, len(self._requests), len(self._running)
+        return {
+            "running_requests": running,
+            "waiting_requests": max(requests - running, 0),
+            "full_used_slots": pools.full_pages.used * pools.page_size,
+            "full_total_slots": pools.full_pages.capacity * pools.page_size,
+            "swa_used_slots": pools.swa_pages.used * pools.page_size,
+            "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
+            "computed_tokens": self._computed_tokens,
+        }
+
+    # Commands and deadlines.
+
+    def _take_commands(self, wait_s: float | None) -> bool:
+        """Apply all commands that are there; without work, wait for the first one or a deadline."""
+        patience = wait_s
+        if self._busy:
+            patience = 0.0
+        elif self._requests:
+            until_deadline = max(self._next_deadline_s - self._clock(), 0.0)
+            patience = until_deadline if patience is None else min(patience, until_deadline)
+        try:
+            while True:
+                command = self._commands.get(timeout=patience) if patience != 0.0 else self._commands.get_nowait()
+                if command is None:
+                    return False
+                self._apply(command)
+                patience = 0.0
+        except queue.Empty:
+            return True
+
+    def _apply(self, command: Command) -> None:
+        if isinstance(command, Start):
+            request = command.request
+            self._requests[request.request_id] = request
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+            self._guarded(request, self._take_request)
+            return
+        if isinstance(command, Hold):
+            self._hold = command.reason
+            return
+        request_id = command.request_id
+        known = self._requests.get(request_id)
+        if known is None:
+            return
+        if isinstance(command, Drop):
+            self._forget(known)
+        else:
+            self._guarded(known, self._grow, command)
+
+    def _guarded(self, request: Request, act: Callable[..., None], *args: object) -> None:
+        try:
+            act(request, *args)
+        except TransomError as error:
+            self._fail(request, error)
+
+    def _take_request(self, request: Request) -> None:
+        vocab_size = self._model.config.vocab_size
+        check_sampling(request.sampling, vocab_size)
+        self._check_ids(request.prompt_ids + request.output_ids)
+        if request.host_kv is not None:
+            request.computed = request.host_kv.length
+        request.sampler = SamplerState(request.sampling, vocab_size, self._pools.device)
+        if request.prompt_complete:
+            self._complete_prompt(request)
+
+    def _grow(self, request: Request, extend: Extend) -> None:
+        config = self._model.config
+        begin = len(request.prompt_ids)
+        self._check_ids(extend.token_ids)
+        if extend.rows is not None and extend.offsets:
+            expected = len(extend.offsets), config.hidden_size
+            if tuple(extend.rows.shape) != expected:
+                raise TransomError(f"embeddings of shape {tuple(extend.rows.shape)}, expected {expected}")
+            positions = torch.tensor(extend.offsets) + begin
+            request.embeddings.append(EmbeddingRows(positions, extend.rows))
+        request.prompt_ids += extend.token_ids
+        self._check_context(request)
+        if extend.complete:
+            request.prompt_complete = True
+            self._complete_prompt(request)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        vocab_size = self._model.config.vocab_size
+        if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+            raise TransomError(f"token ids {min(ids)} to {max(ids)}; the vocabulary has {vocab_size}")
+
+    def _check_context(self, request: Request) -> None:
+        if len(request.prompt_ids) >= self.context_len:
+            raise ContextLengthError(
+                f"the prompt has {len(request.prompt_ids)} tokens or more; at most {self.context_len} fit,"
+                " one output token included"
+            )
+
+    def _complete_prompt(self, request: Request) -> None:
+        self._check_context(request)
+        if not request.prompt_ids:
+            raise TransomError("the prompt is empty")
+        assert request.sampler is not None
+        request.sampler.observe_prompt(request.prompt_ids)
+        request.sampler.observe(request.output_ids)
+        request.max_tokens = min(request.sampling.max_tokens, self.context_len - len(request.prompt_ids))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now < self._next_deadline_s:
+            return
+        for request in [r for r in self._requests.values() if r.deadline_s <= now]:
+            self._fail(request, DeadlineError(f"the deadline passed after {now - request.arrived_s:.1f} s"))
+        self._next_deadline_s = min((r.deadline_s for r in self._requests.values()), default=float("inf"))
+
+    # Scheduling.
+
+    def _plan(self) -> Plan:
+        if not self._requests:
+            self.waiting_reason = ""
+            return Plan((), (), {}, "")
+        plan = plan_step(
+            [_view(r) for r in self._running.values()],
+            [_view(r) for r in self._requests.values() if r.request_id not in self._running],
+            FreePages(self._pools.full_pages.available, self._pools.swa_pages.available),
+            self._policy_limits,
+            now_s=self._clock(),
+            hold=self._hold,
+        )
+        if plan.waiting_reason != self.waiting_reason:
+            self.waiting_reason = plan.waiting_reason
+            logger.debug("waiting: %s", plan.waiting_reason or "nobody")
+        return plan
+
+    def _admit(self, request: Request) -> None:
+        """Give the request pages. A prefix cache would be asked for the longest match here."""
+        if request.host_kv is not None:
+            request.kv = self._pools.adopt(request.host_kv)
+            request.host_kv = None
+            self._events.append(StartedEvent(request.request_id))
+        else:
+            request.kv = RequestKV()
+        request.admitted_s = request.admitted_s or self._clock()
+        self._running[request.request_id] = request
+
+    def _retract(self, request: Request) -> None:
+        """Take the request's pages: decoding ones keep their KV in host memory, prompts start anew."""
+        assert request.kv is not None
+        if request.decoding:
+            request.host_kv = self._pools.offload(request.kv)
+        else:
+            request.computed = 0
+        request.retractions += 1
+        logger.debug("retracted %s at %d tokens", request.request_id, request.kv.length)
+        self._release(request)
+
+    # Computing.
+
+    def _make_step(self, request_id: str, count: int) -> _Step:
+        request = self._requests[request_id]
+        assert request.kv is not None
+        self._pools.extend(request.kv, request.computed + count)
+        return _Step(request, count, request.prompt_complete and count == request.ready_len)
+
+    @torch.inference_mode()
+    def _compute_isolated(self, steps: Sequence[_Step]) -> None:
+        """Compute a batch; if it raises, compute its requests one by one, so that only the culprit fails."""
+        if not steps:
+            return
+        try:
+            draws = self._compute(steps)
+        except Exception as error:
+            if len(steps) > 1:
+                logger.warning("a batch of %d requests failed (%s); trying each alone", len(steps), error)
+                for step in steps:
+                    self._compute_isolated([step])
+                return
+            logger.exception("request %s failed", steps[0].request.request_id)
+            self._fail(steps[0].request, TransomError(f"computing the request failed: {error}"))
+            return
+        for step in steps:
+            self._advance(step, draws.get(step.request.request_id))
+
+    def _compute(self, steps: Sequence[_Step]) -> dict[str, Draw]:
+        """Run the model over the batch; return the draw of each request that was due one."""
+        device = self._pools.device
+        ids: list[int] = []
+        positions: list[int] = []
+        for request, count in ((step.request, step.count) for step in steps):
+            ids += request.tokens(request.computed, request.computed + count)
+            positions += range(request.computed, request.computed + count)
+        x = self._model.embed(torch.tensor(ids, device=device))
+        row = 0
+        for step in steps:
+            self._place_embeddings(x, row, step)
+            row += step.count
+        spans = [Span(_pages_of(step.request), step.request.computed, step.count) for step in steps]
+        attention = PagedAttention(self._pools, spans, self._model.config.layers)
+        hidden = self._model(x, torch.tensor(positions, device=device), attention)
+        self._computed_tokens += len(ids)
+        last_rows = torch.tensor([step.count for step in steps]).cumsum(0).tolist()
+        due = [(step.request, last - 1) for step, last in zip(steps, last_rows) if step.samples]
+        if not due:
+            return {}
+        states = [request.sampler for request, _ in due if request.sampler is not None]
+        rows = torch.tensor([last for _, last in due], device=device)
+        logits = self._model.logits(hidden.index_select(0, rows))
+        draws = sample(logits, states, [len(request.output_ids) for request, _ in due])
+        return {request.request_id: drawn for (request, _), drawn in zip(due, draws)}
+
+    @staticmethod
+    def _place_embeddings(x: torch.Tensor, row: int, step: _Step) -> None:
+        """Put the rows of media over the embeddings of their pads, as far as this chunk covers them."""
+        begin = step.request.computed
+        for part in step.request.embeddings:
+            if part.positions[-1] < begin or part.positions[0] >= begin + step.count:
+                continue
+            low, high = torch.searchsorted(part.positions, torch.tensor([begin, begin + step.count])).tolist()
+            index = (part.positions[low:high] - begin + row).to(x.device)
+            x.index_copy_(0, index, part.rows[low:high].to(x.device, x.dtype))
+
+    # After computing.
+
+    def _advance(self, step: _Step, drawn: Draw | None) -> None:
+        request = step.request
+        kv = _pages_of(request)
+        request.computed += step.count
+        kv.length = request.computed
+        if step.count > 1 or kv.length % self._limits.swa_release_interval == 0:
+            self._pools.slide(kv)
+        if drawn is None:
+            return
+        if drawn.token is None:
+            self._fail(request, TransomError("the model's output is not finite (NaN or infinity)"))
+            return
+        self._accept(request, drawn.token, drawn)
+
+    def _accept(self, request: Request, token: int, drawn: Draw) -> None:
+        """Put a token out; end the request or hand it off if that is due."""
+        index = len(request.output_ids)
+        request.output_ids.append(token)
+        assert request.sampler is not None
+        request.sampler.observe([token])
+        reason = self._finish_reason(request, token)
+        self._events.append(
+            TokenEvent(
+                request.request_id,
+                index,
+                token,
+                emit=reason != "stop",
+                finish_reason=reason,
+                logprob=drawn.logprob,
+                timings_ms=self._timings_ms(request) if reason or index == 0 else {},
+            )
+        )
+        if reason is None and not request.hands_off:
+            return
+        # A prefix cache would take the request's pages over here, prompt and output alike.
+        if reason is None:
+            host_kv = self._pools.offload(_pages_of(request))
+            self._events.append(PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv))
+        self._forget(request)
+
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling = request.sampling
+        ends = token in self._model.config.eos_token_ids and not sampling.ignore_eos
+        if ends or token in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(request.output_ids) >= request.max_tokens else None
+
+    def _timings_ms(self, request: Request) -> dict[str, float]:
+        now = self._clock()
+        return {
+            "queue": round((request.admitted_s - request.arrived_s) * 1e3, 3),
+            "compute": round((now - request.admitted_s) * 1e3, 3),
+        }
+
+    def _release(self, request: Request) -> None:
+        if request.kv is not None:
+            self._pools.release(request.kv)
+            request.kv = None
+        self._running.pop(request.request_id, None)
+
+    def _forget(self, request: Request) -> None:
+        self._release(request)
+        request.host_kv = None
+        request.embeddings.clear()
+        self._requests.pop(request.request_id, None)
+
+    def _fail(self, request: Request, error: TransomError) -> None:
+        self._forget(request)
+        self._events.append(FailedEvent(request.request_id, error.info()))
+
+    def _check_when_idle(self) -> None:
+        if self._requests:
+            self._checked = False
+        elif not self._checked:
+            self._pools.check_integrity(())
+            self._checked = True
+
+    def _publish(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._emit(events)
+
+
+def _batch_order(step: _Step) -> tuple[bool, int]:
+    """Single tokens first, longest KV first, as PagedAttention wants them."""
+    return step.count > 1, -_pages_of(step.request).count
+
+
+def _pages_of(request: Request) -> RequestKV:
+    assert request.kv is not None, f"{request.request_id} holds no pages"
+    return request.kv
+
+
+def _view(request: Request) -> RequestView:
+    kv = request.kv
+    return RequestView(
+        request_id=request.request_id,
+        arrived_s=request.arrived_s,
+        priority=request.priority,
+        stored_len=request.computed,
+        known_len=request.known_len,
+        ready_len=request.ready_len,
+        decoding=request.decoding,
+        full_pages=kv.count if kv else 0,
+        swa_pages=kv.swa_count if kv else 0,
+    )

@@ -1,0 +1,198 @@
+"""Picks tokens from logits, a whole batch at a time (engine thread; knows neither pools nor processes).
+
+Randomness is a pure function of a request's seed and the output index, and each row's arithmetic depends on its
+own settings only: the same tokens come out whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from transom.errors import RequestError
+from transom.messages import Sampling, TokenLogprob
+
+_LEAST_TEMPERATURE = 1e-4  # below it the softmax is one-hot in fp32 and the division may overflow
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Raise RequestError for a value that no arithmetic below could take."""
+    ranges = {
+        "max_tokens": (sampling.max_tokens, 1, math.inf),
+        "temperature": (sampling.temperature, 0, 100),
+        "top_p": (sampling.top_p, 0, 1),
+        "top_k": (sampling.top_k, 0, math.inf),
+        "min_p": (sampling.min_p, 0, 1),
+        "repetition_penalty": (sampling.repetition_penalty, 1e-3, 1e3),
+        "presence_penalty": (sampling.presence_penalty, -100, 100),
+        "frequency_penalty": (sampling.frequency_penalty, -100, 100),
+        "top_logprobs": (sampling.top_logprobs or 0, 0, 100),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            raise RequestError(f"{name} is {value}, allowed {low} to {high}", param=name)
+    for token, bias in sampling.logit_bias.items():
+        if not 0 <= token < vocab_size or not -1e3 <= bias <= 1e3:
+            raise RequestError(
+                f"logit_bias of token {token} is {bias}, allowed tokens 0 to {vocab_size - 1}", param="logit_bias"
+            )
+
+
+def uniform(seed: int, index: int) -> float:
+    """Return a number in [0, 1) that depends on (seed, index) alone: SplitMix64 (Steele et al. 2014)."""
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    # 48 bits: the product with a double below stays strictly below the total it is scaled to.
+    return (mix((mix(seed & _MASK) + (index + 1) * _GOLDEN) & _MASK) >> 16) / (1 << 48)
+
+
+class SamplerState:
+    """What sampling remembers of one request: counts for penalties, biases. Tensors only where needed."""
+
+    __slots__ = ("_bias", "_counts", "_seen", "sampling")
+
+    def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self._bias: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
+        penalised = (
+            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        )
+        if penalised or sampling.logit_bias:
+            self._counts = torch.zeros(vocab_size, device=device)
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._bias = torch.zeros(vocab_size, device=device)
+            for token, bias in sampling.logit_bias.items():
+                self._bias[token] = bias
+
+    @property
+    def adjustment(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(how often each token was put out, whether it was seen at all, bias), or None: logits stay."""
+        if self._counts is None or self._seen is None or self._bias is None:
+            return None
+        return self._counts, self._seen, self._bias
+
+    def observe_prompt(self, token_ids: Sequence[int]) -> None:
+        if self._seen is not None:
+            self._seen[torch.tensor(token_ids, device=self._seen.device)] = True
+
+    def observe(self, token_ids: Iterable[int]) -> None:
+        """Take note of output tokens."""
+        if self._counts is None or self._seen is None:
+            return
+        for token in token_ids:
+            self._counts[token] += 1
+            self._seen[token] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The token of one row; None when its logits were not finite."""
+
+    token: int | None
+    logprob: TokenLogprob | None
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequence[int]) -> list[Draw]:
+    """Pick one token per row of fp32 logits (rows, vocab); `indices` are the rows' output indices.
+
+    Log-probabilities are those of the model, before penalties, biases and temperature.
+    """
+    finite: list[bool] = logits.sum(-1).isfinite().tolist()
+    if not all(finite):
+        logits = logits.masked_fill(~torch.tensor(finite, device=logits.device)[:, None], 0.0)
+    adjusted = _adjust(logits, states)
+    tokens = adjusted.argmax(-1)
+    drawn = [i for i, state in enumerate(states) if state.sampling.temperature >= _LEAST_TEMPERATURE]
+    for rows in (
+        [i for i in drawn if _sorts(states[i].sampling)],
+        [i for i in drawn if not _sorts(states[i].sampling)],
+    ):
+        if rows:
+            index = torch.tensor(rows, device=logits.device)
+            settings = [states[i].sampling for i in rows]
+            numbers = [uniform(states[i].sampling.seed, indices[i]) for i in rows]
+            tokens[index] = draw(filtered(adjusted.index_select(0, index), settings), numbers)
+    chosen: list[int] = tokens.tolist()
+    logprobs = _logprobs(logits, states, chosen)
+    return [
+        Draw(token if ok else None, logprobs.get(i) if ok else None)
+        for i, (token, ok) in enumerate(zip(chosen, finite))
+    ]
+
+
+def _sorts(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1
+
+
+def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """Apply penalties and biases. Repetition counts prompt and output, the other two the output only."""
+    adjustments = {i: a for i, state in enumerate(states) if (a := state.adjustment) is not None}
+    if not adjustments:
+        return logits
+    counts, seen, bias = (torch.stack(x) for x in zip(*adjustments.values()))
+    settings = [states[i].sampling for i in adjustments]
+    repetition, presence, frequency = torch.tensor(
+        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in settings], device=logits.device
+    ).T[:, :, None]
+    index = torch.tensor(list(adjustments), device=logits.device)
+    rows = logits.index_select(0, index)
+    rows = torch.where(seen, torch.where(rows > 0, rows / repetition, rows * repetition), rows)
+    rows = rows - frequency * counts - presence * (counts > 0) + bias
+    return logits.index_copy(0, index, rows)
+
+
+def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """Return unnormalised probabilities (rows, vocab) after temperature, top-k, top-p and min-p, in that order.
+
+    Top-k keeps exactly k (ties go to the lower id); top-p keeps the fewest most likely tokens whose share of
+    what top-k left reaches p; min-p those at least min_p times as likely as the best.
+    """
+    columns = torch.tensor([[s.temperature, s.top_p, s.min_p] for s in settings], device=logits.device)
+    temperature, top_p, min_p = columns.T[:, :, None]
+    probabilities = (logits / temperature).softmax(-1)
+    keep = probabilities >= min_p * probabilities.amax(-1, keepdim=True)
+    if any(_sorts(s) for s in settings):
+        ordered, order = probabilities.sort(-1, descending=True, stable=True)
+        vocab = logits.shape[-1]
+        top_k = torch.tensor([s.top_k or vocab for s in settings], device=logits.device)[:, None]
+        ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, 0.0)
+        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        kept = (before < top_p * ordered.sum(-1, keepdim=True, dtype=torch.float64)) & (ordered > 0)
+        kept[:, 0] = True
+        keep &= torch.zeros_like(keep).scatter_(1, order, kept)
+    return probabilities.masked_fill_(~keep, 0.0)
+
+
+def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """Invert the cumulative distribution of each row of `weights` at its number in [0, 1)."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def _logprobs(
+    logits: torch.Tensor, states: Sequence[SamplerState], chosen: Sequence[int]
+) -> dict[int, TokenLogprob]:
+    wanted = {i: state.sampling.top_logprobs for i, state in enumerate(states)}
+    rows = {i: count for i, count in wanted.items() if count is not None}
+    if not rows:
+        return {}
+    index = torch.tensor(list(rows), device=logits.device)
+    logprobs = logits.index_select(0, index).log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor([[chosen[i]] for i in rows], device=logits.device))[:, 0].tolist()
+    values, ids = logprobs.topk(min(max(rows.values()), logprobs.shape[-1]), dim=-1)
+    return {
+        i: TokenLogprob(chosen[i], logprob, list(zip(top_ids[:count], top_values[:count])))
+        for (i, count), logprob, top_ids, top_values in zip(rows.items(), own, ids.tolist(), values.tolist())
+    }

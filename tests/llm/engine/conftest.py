@@ -1,0 +1,186 @@
+"""A tiny random hybrid model with every feature the engine meets, and the uncached run as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from transom.errors import ErrorInfo
+from transom.llm.capacity import PoolPlan
+from transom.llm.engine import Engine, EngineLimits
+from transom.llm.model.attention import PackedAttention
+from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.pools import DualPools
+from transom.llm.request import Event, FailedEvent, PrefilledEvent, Request, Start, TokenEvent
+from transom.messages import Sampling
+
+WINDOW = 9
+
+TINY: dict[str, Any] = {
+    "model_type": "mimo_v2",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "hybrid_layer_pattern": [0, 1, 1, 0, 1],
+    "moe_layer_freq": [0, 1, 1, 1, 1],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "swa_head_dim": 12,
+    "swa_v_head_dim": 8,
+    "partial_rotary_factor": 0.334,
+    "rope_theta": 10_000,
+    "swa_rope_theta": 1_000,
+    "sliding_window": WINDOW - 1,
+    "attention_value_scale": 0.707,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 0,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 95,
+}
+
+
+def build_model(**changes: Any) -> MiMoV2ForCausalLM:
+    torch.manual_seed(7)
+    model = MiMoV2ForCausalLM(MiMoV2Config.from_dict({**TINY, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "sink" in name:
+                parameter.normal_()
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.normal_(std=0.1)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model() -> MiMoV2ForCausalLM:
+    return build_model()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., MiMoV2ForCausalLM]:
+    return build_model
+
+
+@pytest.fixture(scope="session")
+def make_pools() -> Callable[..., DualPools]:
+    def make(config: MiMoV2Config, *, full: int = 400, swa: int = 200, page_size: int = 4) -> DualPools:
+        plan = PoolPlan(page_size, full + 1, swa + 1, 0, 0)
+        return DualPools(config, plan, dtype=torch.float32, device=torch.device("cpu"))
+
+    return make
+
+
+def greedy_reference(
+    model: MiMoV2ForCausalLM,
+    prompt: Sequence[int],
+    steps: int,
+    rows: torch.Tensor | None = None,
+    at: Sequence[int] = (),
+) -> list[int]:
+    """Generate without any cache: the whole prompt anew for each token. `rows` stand at positions `at`."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(steps):
+            x = model.embed(torch.tensor(ids)).clone()
+            if rows is not None:
+                x[list(at)] = rows
+            hidden = model(x, torch.arange(len(ids)), PackedAttention([len(ids)]))
+            ids.append(int(model.logits(hidden[-1:]).argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., list[int]]:
+    return greedy_reference
+
+
+class Harness:
+    """Drives an engine step by step and keeps what it says about each request."""
+
+    def __init__(self, model: MiMoV2ForCausalLM, pools: DualPools, clock: Callable[[], float], **limits: int) -> None:
+        bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
+        self.pools = pools
+        self.engine = Engine(model, pools, EngineLimits(**{**bounds, **limits}), self._take, clock=clock)
+        self.tokens: dict[str, list[int]] = {}
+        self.events: list[Event] = []
+        self.finished: dict[str, str] = {}
+        self.errors: dict[str, ErrorInfo] = {}
+        self.prefilled: dict[str, PrefilledEvent] = {}
+        self._arrivals = 0
+
+    def _take(self, events: list[Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, TokenEvent):
+                tokens = self.tokens.setdefault(event.request_id, [])
+                assert event.index == len(tokens) + (event.request_id in self.prefilled_elsewhere)
+                tokens.append(event.token_id)
+                if event.finish_reason:
+                    self.finished[event.request_id] = event.finish_reason
+            elif isinstance(event, FailedEvent):
+                self.errors[event.request_id] = event.error
+            elif isinstance(event, PrefilledEvent):
+                self.prefilled[event.request_id] = event
+
+    prefilled_elsewhere: frozenset[str] = frozenset()
+
+    def request(self, name: str, **fields: Any) -> Request:
+        sampling = fields.pop("sampling", None) or Sampling(
+            max_tokens=fields.pop("max_tokens", 8), temperature=0.0, ignore_eos=True
+        )
+        self._arrivals += 1
+        fields.setdefault("deadline_s", 1e12)
+        return Request(request_id=name, sampling=sampling, arrived_s=float(self._arrivals), **fields)
+
+    def submit(self, name: str, prompt: Sequence[int], **fields: Any) -> None:
+        self.engine.submit(
+            Start(self.request(name, prompt_ids=list(prompt), prompt_complete=True, **fields))
+        )
+
+    def run(self, steps: int = 2000) -> None:
+        """Step until every request has left."""
+        for _ in range(steps):
+            self.engine.step()
+            if not self.engine.load()["running_requests"] + self.engine.load()["waiting_requests"]:
+                return
+        raise AssertionError(f"requests are left after {steps} steps: {self.engine.waiting_reason}")
+
+    def assert_nothing_left(self) -> None:
+        load = self.engine.load()
+        assert load["full_used_slots"] == load["swa_used_slots"] == 0
+        self.pools.check_integrity(())
+
+
+@pytest.fixture(scope="session")
+def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]:
+    def make(
+        model: MiMoV2ForCausalLM,
+        *,
+        full: int = 400,
+        swa: int = 200,
+        page_size: int = 4,
+        clock: Callable[[], float] = lambda: 0.0,
+        **limits: int,
+    ) -> Harness:
+        return Harness(model, make_pools(model.config, full=full, swa=swa, page_size=page_size), clock, **limits)
+
+    return make
