@@ -1,4 +1,4 @@
-"""Fill a model's parameters from safetensors files (any process that loads a model).
+"""Fill a model's parameters from safetensors files, and write such files (loading processes, trainer).
 
 Memory-mapped, checked as a whole before a byte is copied, and parallel. Knows layouts (fp8 block scales,
 interleaved qkv) but no model: callers say which checkpoint tensor goes where.
@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from transom.errors import CheckpointError
 
@@ -88,6 +89,13 @@ class TensorFiles:
                 raise CheckpointError(f"tensor {name} is in {self.infos[name].file.name} and in {path.name}")
             part = handle.get_slice(name)
             self.infos[name] = TensorInfo(tuple(part.get_shape()), part.get_dtype(), path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file that every user may read, like any other file of a checkpoint."""
+    stored = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library creates the file for its owner alone
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

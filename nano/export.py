@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -20,6 +19,7 @@ from transom.encoder.models.audio import AudioEncoder
 from transom.encoder.models.config import AudioConfig, VisionConfig
 from transom.encoder.models.export import save_audio, save_audio_tokenizer, save_vision
 from transom.encoder.models.vision import VisionTower
+from transom.kernels.weights import write_tensors
 from transom.llm.model.config import MiMoV2Config
 from transom.llm.model.export import save_language_model
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
@@ -84,5 +84,5 @@ def write_tensors(models: Models, folder: Path, dtype: torch.dtype = torch.bfloa
     """Write all tensors of a checkpoint beside its configs."""
     extra = {**save_vision(models.vision, dtype), **save_audio(models.audio, dtype)}
     save_language_model(models.language, folder, dtype=dtype, fused_qkv=True, extra=extra)
-    tokenizer = {key: value.contiguous() for key, value in save_audio_tokenizer(models.audio, dtype).items()}
-    save_file(tokenizer, folder / "audio_tokenizer" / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = save_audio_tokenizer(models.audio, dtype)
+    write_tensors(folder / "audio_tokenizer" / "model.safetensors", tokenizer)

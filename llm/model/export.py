@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from transom.kernels.weights import Slot
+from transom.kernels.weights import Slot, write_tensors
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.model.tensors import MTP_PREFIX, language_model_slots
-
-_METADATA = {"format": "pt"}
 
 
 def save_language_model(
@@ -34,12 +31,11 @@ def save_language_model(
     for name, slot in language_model_slots(model, lambda _: fused_qkv).items():
         value = _in_checkpoint_order(slot)
         tensors[name] = value if ".mlp.gate." in name or dtype is None else value.to(dtype)
-    tensors |= {name: value.detach() for name, value in (extra or {}).items()}
-    tensors = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
+    tensors |= extra or {}
     mtp = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MTP_PREFIX)}
-    save_file(tensors, folder / "model.safetensors", metadata=_METADATA)
+    write_tensors(folder / "model.safetensors", tensors)
     if mtp:
-        save_file(mtp, folder / "model_mtp.safetensors", metadata=_METADATA)
+        write_tensors(folder / "model_mtp.safetensors", mtp)
 
 
 def _in_checkpoint_order(slot: Slot) -> torch.Tensor:

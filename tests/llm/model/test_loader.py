@@ -85,6 +85,7 @@ def test_layout_on_disk(save: Save) -> None:
     assert names["model.layers.1.self_attn.qkv_proj.weight"].shape == (8 * 24 + 4 * 24 + 4 * 16, 48)
     with safe_open(folder / "model_mtp.safetensors", "pt") as file:
         assert all(name.startswith("model.mtp.layers.") for name in file.keys())  # noqa: SIM118
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o644}
     q, k, v = torch.split(model.layers[1].self_attn.qkv_proj.weight, [8 * 24, 4 * 24, 4 * 16])
     stored = names["model.layers.1.self_attn.qkv_proj.weight"]
     shard = [q[: 4 * 24], k[: 2 * 24], v[: 2 * 16]]
