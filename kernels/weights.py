@@ -91,7 +91,7 @@ class TensorFiles:
             self.infos[name] = TensorInfo(tuple(part.get_shape()), part.get_dtype(), path)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file that every user may read, like any other file of a checkpoint."""
     stored = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(stored, path, metadata={"format": "pt"})

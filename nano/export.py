@@ -19,7 +19,7 @@ from transom.encoder.models.audio import AudioEncoder
 from transom.encoder.models.config import AudioConfig, VisionConfig
 from transom.encoder.models.export import save_audio, save_audio_tokenizer, save_vision
 from transom.encoder.models.vision import VisionTower
-from transom.kernels.weights import write_tensors
+from transom.kernels.weights import save_tensors
 from transom.llm.model.config import MiMoV2Config
 from transom.llm.model.export import save_language_model
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
@@ -85,4 +85,4 @@ def write_tensors(models: Models, folder: Path, dtype: torch.dtype = torch.bfloa
     extra = {**save_vision(models.vision, dtype), **save_audio(models.audio, dtype)}
     save_language_model(models.language, folder, dtype=dtype, fused_qkv=True, extra=extra)
     tokenizer = save_audio_tokenizer(models.audio, dtype)
-    write_tensors(folder / "audio_tokenizer" / "model.safetensors", tokenizer)
+    save_tensors(folder / "audio_tokenizer" / "model.safetensors", tokenizer)

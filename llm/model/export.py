@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from transom.kernels.weights import Slot, write_tensors
+from transom.kernels.weights import Slot, save_tensors
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.model.tensors import MTP_PREFIX, language_model_slots
 
@@ -33,9 +33,9 @@ def save_language_model(
         tensors[name] = value if ".mlp.gate." in name or dtype is None else value.to(dtype)
     tensors |= extra or {}
     mtp = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MTP_PREFIX)}
-    write_tensors(folder / "model.safetensors", tensors)
+    save_tensors(folder / "model.safetensors", tensors)
     if mtp:
-        write_tensors(folder / "model_mtp.safetensors", mtp)
+        save_tensors(folder / "model_mtp.safetensors", mtp)
 
 
 def _in_checkpoint_order(slot: Slot) -> torch.Tensor:
