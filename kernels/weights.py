@@ -7,6 +7,7 @@ interleaved qkv) but no model: callers say which checkpoint tensor goes where.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -142,7 +143,8 @@ def fill_slots(
     """
     problems = _find_problems(files.infos, slots, ignore, block)
     if problems:
-        raise CheckpointError("the checkpoint does not fit its config:\n  " + "\n  ".join(problems))
+        lines = "\n  ".join(_fold_alike(problems))
+        raise CheckpointError(f"the checkpoint does not fit its config:\n  {lines}")
     sizes = {name: slot.target.numel() * slot.target.element_size() for name, slot in slots.items()}
     total, done = sum(sizes.values()), 0
     with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
@@ -189,6 +191,28 @@ def _find_problems(
         if name not in slots and name not in scales and not ignore(name)
     ]
     return missing + misshaped + unexpected
+
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+_FOLD_ABOVE = 8
+
+
+def _fold_alike(problems: Sequence[str]) -> list[str]:
+    """Turn many lines that differ in layer or expert only into one: a real model has 36,000 tensors."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(_INDEX.sub("{}", problem), []).append(problem)
+    folded = []
+    for lines in alike.values():
+        if len(lines) <= _FOLD_ABOVE:
+            folded += lines
+            continue
+        columns = zip(*([int(index) for index in _INDEX.findall(line)] for line in lines))
+        spans = [f"{{{min(column)}-{max(column)}}}" for column in columns]
+        between = _INDEX.split(lines[0])
+        whole = "".join(text + span for text, span in zip(between, [*spans, ""]))
+        folded.append(f"{whole} ({len(lines)} of them)")
+    return folded
 
 
 def _fill(files: TensorFiles, name: str, slot: Slot, block: tuple[int, int]) -> None:

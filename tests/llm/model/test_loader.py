@@ -208,6 +208,20 @@ def test_all_problems_are_listed_at_once(save: Save) -> None:
     ]
 
 
+def test_many_problems_of_a_kind_are_one_line(save: Save) -> None:
+    _, folder = save()
+    tensors = {
+        name: t for name, t in read(folder).items() if "up_proj" not in name or ".experts." not in name
+    }
+    (folder / "model_mtp.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert caught.value.message.splitlines()[1:] == [
+        "  missing: model.layers.{1-3}.mlp.experts.{0-7}.up_proj.weight [24, 48] (24 of them)"
+    ]
+
+
 def test_vision_and_audio_tensors_are_left_alone(save: Save) -> None:
     model, folder = save()
     extra = {
