@@ -239,7 +239,7 @@ class _Reader:
         if kind != "default":
             raise ConfigError(f"rope_scaling type = {kind!r} is not supported; allowed: 'default'")
         theta = self.number("rope_theta") if full else self.number("swa_rope_theta", "rope_theta")
-        return theta, self.number("partial_rotary_factor", default=1.0)
+        return theta, self.number("partial_rotary_factor")
 
     def _token_ids(self) -> dict[str, int]:
         """Collect `*_token_id` of the top level and of processor_config, keyed without the suffix."""

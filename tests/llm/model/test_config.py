@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from transom.errors import ConfigError
+from transom.kernels.weights import grid_shape
 from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.tensors import language_model_slots
 
 HubConfig = Callable[..., dict[str, Any]]
 REMOVED = object()
+FULL_LAYERS = [0, 5, 11, 17, 23, 29, 35, 41, 47]
 
 
-def test_published_v2_5(hub_config: HubConfig) -> None:
-    full_layers = [0, 5, 11, 17, 23, 29, 35, 41, 47]
-    config = MiMoV2Config.from_dict(
+def v2_5(hub_config: HubConfig) -> MiMoV2Config:
+    return MiMoV2Config.from_dict(
         hub_config(
             vocab_size=152576,
             hidden_size=4096,
             intermediate_size=16384,
             num_hidden_layers=48,
-            hybrid_layer_pattern=[int(i not in full_layers) for i in range(48)],
+            hybrid_layer_pattern=[int(i not in FULL_LAYERS) for i in range(48)],
             moe_layer_freq=[0] + [1] * 47,
             moe_intermediate_size=2048,
             num_attention_heads=64,
@@ -45,8 +49,12 @@ def test_published_v2_5(hub_config: HubConfig) -> None:
             audio_token_id=151669,
         )
     )
+
+
+def test_published_v2_5(hub_config: HubConfig) -> None:
+    config = v2_5(hub_config)
     assert config.num_layers == 48
-    assert [i for i, full in enumerate(config.layer_is_full) if full] == full_layers
+    assert [i for i, full in enumerate(config.layer_is_full) if full] == FULL_LAYERS
     full, sliding = config.layers[0], config.layers[1]
     assert (full.heads, full.kv_heads, full.head_dim, full.v_head_dim, full.rotary_dim) == (
         64,
@@ -70,6 +78,34 @@ def test_published_v2_5(hub_config: HubConfig) -> None:
     assert (config.eos_token_ids, config.pad_token_id) == ((151645, 151643), None)
     assert config.special_token_ids == {"image": 151655, "audio": 151669}
     assert config.routed_scaling_factor == 1.0
+
+
+def test_published_v2_5_tensors(hub_config: HubConfig) -> None:
+    """Names, shapes and fp8 scale shapes of the real manifest, without its bytes."""
+    with torch.device("meta"):
+        model = MiMoV2ForCausalLM(v2_5(hub_config))
+    slots = language_model_slots(model, lambda _: True)
+    shapes = {name: list(slot.target.shape) for name, slot in slots.items()}
+    experts = 47 * 256 * 3
+    assert len(shapes) == 3 + 48 * 4 + 39 + 3 + 47 * 2 + experts + 3 * (6 + 3 + 3)
+    layer, mtp = "model.layers.{}.", "model.mtp.layers.2."
+    assert {
+        layer.format(0) + "self_attn.qkv_proj.weight": [13568, 4096],
+        layer.format(1) + "self_attn.qkv_proj.weight": [14848, 4096],
+        layer.format(1) + "self_attn.o_proj.weight": [4096, 64 * 128],
+        layer.format(1) + "self_attn.attention_sink_bias": [64],
+        layer.format(0) + "mlp.up_proj.weight": [16384, 4096],
+        layer.format(1) + "mlp.gate.weight": [256, 4096],
+        layer.format(1) + "mlp.gate.e_score_correction_bias": [256],
+        layer.format(47) + "mlp.experts.255.down_proj.weight": [4096, 2048],
+        mtp + "eh_proj.weight": [4096, 8192],
+        mtp + "self_attn.qkv_proj.weight": [14848, 4096],
+        mtp + "mlp.gate_proj.weight": [16384, 4096],
+        "lm_head.weight": [152576, 4096],
+    }.items() <= shapes.items()
+    for i, scales in ((0, (108, 32)), (1, (116, 32))):
+        slot = slots[layer.format(i) + "self_attn.qkv_proj.weight"]
+        assert grid_shape(slot.grids[0], slot.target.shape, (128, 128)) == scales
 
 
 def test_window_keys_and_mtp_size_can_be_set(hub_config: HubConfig) -> None:
@@ -118,6 +154,7 @@ def test_both_spellings_agree(hub_config: HubConfig) -> None:
         ("hidden_act", "gelu", "hidden_act"),
         ("layernorm_epsilon", -1e-5, "layernorm_epsilon = -1e-05 must be a number > 0"),
         ("rope_theta", float("nan"), "rope_theta = nan"),
+        ("partial_rotary_factor", REMOVED, "partial_rotary_factor is missing"),
         ("partial_rotary_factor", 0.3, "rotates 7 of 24 dims"),
         ("partial_rotary_factor", 1.5, "rotates 36 of 24 dims"),
         ("rope_scaling", {"type": "yarn", "factor": 4}, "rope_scaling type = 'yarn'"),
