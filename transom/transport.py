@@ -128,6 +128,8 @@ class _Peer:
                 )
 
     def close(self) -> None:
+        if self._closed:
+            return
         self._closed = True
         self._queue.clear()
         self.queued_bytes = 0
@@ -164,7 +166,7 @@ class Transport:
         self._peers: dict[str, _Peer] = {}
         self._inbox: zmq.asyncio.Socket | None = None
         self._authenticator: Any = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[_Peer] = set()
 
     async def start(self) -> str:
         """Bind the inbox; return the address that peers use."""
@@ -271,10 +273,15 @@ class Transport:
         if peer is None:
             return
         logger.info("lost %s: %s", address, why)
-        # close() cancels the task that may be calling us, so it runs from the loop.
-        asyncio.get_running_loop().call_soon(peer.close)
+        # Closing a peer cancels the task that may be calling us, so it runs from the loop.
+        self._closing.add(peer)
+        asyncio.get_running_loop().call_soon(self._close_lost, peer)
         if self.on_peer_lost is not None:
             self.on_peer_lost(address)
+
+    def _close_lost(self, peer: _Peer) -> None:
+        self._closing.discard(peer)
+        peer.close()
 
     def watch(self, address: str) -> None:
         """Connect to a peer now, so that its loss is noticed even before the first send."""
@@ -283,9 +290,11 @@ class Transport:
     async def close(self) -> None:
         """Close all sockets; queued messages are dropped."""
         self.on_peer_lost = None
-        for peer in self._peers.values():
+        # A socket that is still open would make the end of the context wait for ever.
+        for peer in (*self._peers.values(), *self._closing):
             peer.close()
         self._peers.clear()
+        self._closing.clear()
         if self._inbox is not None:
             self._inbox.close(linger=0)
         if self._authenticator is not None:
