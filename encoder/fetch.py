@@ -263,7 +263,7 @@ class Fetcher:
 
     async def _follow(self, url: str) -> bytearray:
         assert self._session is not None
-        for hop in range(self.limits.max_redirects + 1):
+        for _ in range(self.limits.max_redirects + 1):
             check_url(url, self.limits)
             async with self._session.get(url, allow_redirects=False) as response:
                 if response.status not in _REDIRECTS:

@@ -52,8 +52,8 @@ class _Resampler:
             channels = self._format[1] if self._format else 1
             samples = self._stream.resample_chunk(np.ascontiguousarray(samples), last=last)
             samples = samples.reshape(-1, channels)
-        mean = samples.mean(axis=1, dtype=np.float32)
-        return np.nan_to_num(mean, posinf=1.0, neginf=-1.0)
+        mean: Samples = samples.mean(axis=1, dtype=np.float32)
+        return np.nan_to_num(mean, posinf=1.0, neginf=-1.0).astype(np.float32, copy=False)
 
     def flush(self) -> Samples:
         if self._stream is None or self._format is None:

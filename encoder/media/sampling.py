@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Times rounded to milliseconds make a clip of 10 s one of 9.9993 s.
+_COUNT_ROUNDING = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
@@ -37,7 +40,7 @@ def sampled_count(
         raise ValueError("a clip without frames")
     wanted = max(duration_s * fps, float(min_frames))
     wanted = min(wanted, max_frames, total_frames)
-    count = int(wanted) // multiple * multiple
+    count = int(wanted + _COUNT_ROUNDING) // multiple * multiple
     return min(max(count, multiple), total_frames)
 
 

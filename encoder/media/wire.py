@@ -183,8 +183,14 @@ class MemoryFile:
             os.close(self.fd)
             self.fd = -1
 
+    def duplicate(self) -> MemoryFile:
+        """Return another descriptor and the same view of this memory, closed on its own."""
+        other = MemoryFile.__new__(MemoryFile)
+        other.size_bytes, other.view, other.fd = self.size_bytes, self.view, os.dup(self.fd)
+        return other
+
     @classmethod
-    def of(cls, data: bytes | memoryview) -> MemoryFile:
+    def of(cls, data: bytes | bytearray | memoryview) -> MemoryFile:
         """Return a file with these bytes."""
         file = cls(len(data))
         file.view[:] = data

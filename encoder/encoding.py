@@ -1,0 +1,198 @@
+"""An item's embeddings while they are made and after: chunks that any number of requests can follow.
+
+Encoder process, event loop. One encoding serves all requests for equal content (single flight), and is
+what the in-process cache keeps. Knows nothing of sockets or models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transom.errors import TransomError
+from transom.messages import Modality
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of prompt tokens with the rows of its pads: (rows, hidden), float32 or raw bfloat16."""
+
+    token_ids: list[int]
+    rows: NDArray[Any]
+    audio_rows: int
+    last: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.rows.nbytes) + 8 * len(self.token_ids)
+
+    @property
+    def raw(self) -> memoryview:
+        """The bytes of the rows."""
+        return self.rows.reshape(-1).view(np.uint8).data
+
+
+@dataclass(slots=True)
+class Reader:
+    """How far one request has followed an encoding."""
+
+    position: int = 0
+
+
+@dataclass(eq=False)
+class Encoding:
+    """Chunks in order, appended by one producer.
+
+    An encoding above `keep_bytes` forgets chunks that all its readers have had: memory stays bounded
+    for media of any length, and nobody new can join. `window_bytes` is how far the producer may be
+    ahead of the slowest reader.
+    """
+
+    key: str
+    modality: Modality
+    keep_bytes: int
+    window_bytes: int
+    chunks: list[Chunk | None] = field(default_factory=list)
+    size_bytes: int = 0
+    done: bool = False
+    error: TransomError | None = None
+    notes: tuple[str, ...] = ()
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    media_tokens: int = 0
+    audio_tokens: int = 0
+    _open: list[Reader] = field(default_factory=list)
+    _forgotten: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are here."""
+        return self.done and self.error is None and self._forgotten == 0
+
+    @property
+    def joinable(self) -> bool:
+        """Whether a new reader would get everything."""
+        return self.error is None and self._forgotten == 0
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody follows."""
+        return not self._open
+
+    def join(self) -> Reader:
+        """Start reading from the first chunk."""
+        assert self.joinable
+        reader = Reader()
+        self._open.append(reader)
+        return reader
+
+    def leave(self, reader: Reader) -> None:
+        """Stop reading."""
+        self._open.remove(reader)
+        self._forget()
+
+    async def publish(self, chunk: Chunk) -> None:
+        """Append a chunk; wait while the readers are too far behind."""
+        self.chunks.append(chunk)
+        self.size_bytes += chunk.size_bytes
+        self.media_tokens += chunk.rows.shape[0]
+        self.audio_tokens += chunk.audio_rows
+        self._signal()
+        if chunk.last:
+            self.done = True
+            return
+        while self._open and self._behind_bytes() > self.window_bytes:
+            self._room.clear()
+            await self._room.wait()
+
+    def fail(self, error: TransomError) -> None:
+        """End with an error, which every reader gets."""
+        self.error = error
+        self.done = True
+        self._signal()
+
+    async def next(self, reader: Reader) -> Chunk | None:
+        """Return the reader's next chunk, or None after the last; raise the error that ended the encoding.
+
+        The chunk before counts as delivered from now on.
+        """
+        self._forget()
+        while reader.position >= len(self.chunks):
+            if self.error is not None:
+                raise self.error
+            if self.done:
+                return None
+            changed = self._changed
+            await changed.wait()
+        chunk = self.chunks[reader.position]
+        assert chunk is not None
+        reader.position += 1
+        return chunk
+
+    def _signal(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _behind_bytes(self) -> int:
+        slowest = min(reader.position for reader in self._open)
+        return sum(chunk.size_bytes for chunk in self.chunks[slowest:] if chunk is not None)
+
+    def _forget(self) -> None:
+        self._room.set()
+        if self.size_bytes <= self.keep_bytes or not self._open:
+            return
+        delivered = min(reader.position for reader in self._open)
+        while self._forgotten < delivered:
+            self.chunks[self._forgotten] = None
+            self._forgotten += 1
+
+
+class EmbeddingCache:
+    """Finished encodings by content key, least recently used first out. Capacity in bytes; 0 keeps none."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.size_bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self._entries: OrderedDict[str, Encoding] = OrderedDict()
+
+    def get(self, key: str) -> Encoding | None:
+        """Return the encoding of a key and mark it as used."""
+        found = self._entries.get(key)
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._entries.move_to_end(key)
+        return found
+
+    def put(self, encoding: Encoding) -> None:
+        """Keep a complete encoding if it fits; drop the least recently used for it."""
+        if not encoding.complete or encoding.size_bytes > self.capacity_bytes or not self.capacity_bytes:
+            return
+        self._drop(encoding.key)
+        self._entries[encoding.key] = encoding
+        self.size_bytes += encoding.size_bytes
+        while self.size_bytes > self.capacity_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: str) -> None:
+        found = self._entries.pop(key, None)
+        if found is not None:
+            self.size_bytes -= found.size_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with the entries."""
+        total = sum(entry.size_bytes for entry in self._entries.values())
+        assert total == self.size_bytes, (total, self.size_bytes)
+        assert total <= self.capacity_bytes

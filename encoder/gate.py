@@ -1,0 +1,82 @@
+"""A bound on a sum of costs that are held at a time, and a clock for an item's stages.
+
+Encoder process, event loop. Knows nothing of what is paid for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StageClock:
+    """Adds up where an item's time goes, in ms by stage."""
+
+    timings_ms: dict[str, float]
+
+    def add(self, what: str, since: float) -> float:
+        """Book the time since a monotonic moment; return the present moment."""
+        now = time.monotonic()
+        self.timings_ms[what] = round(self.timings_ms.get(what, 0.0) + (now - since) * 1000, 3)
+        return now
+
+
+class CostGate:
+    """A bound on a sum of costs; first come first served; what is above the bound goes alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    def hold(self, cost: int) -> Hold:
+        """Return an async context manager that holds `cost`."""
+        return Hold(self, cost)
+
+    async def acquire(self, cost: int) -> None:
+        """Wait until `cost` fits, and hold it."""
+        if not self._waiting and self._fits(cost):
+            self._held += cost
+            return
+        entry = (cost, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        try:
+            await entry[1]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif entry[1].done() and not entry[1].cancelled():
+                self.release(cost)
+            raise
+
+    def _fits(self, cost: int) -> bool:
+        return not self._held or self._held + cost <= self._limit
+
+    def release(self, cost: int) -> None:
+        """Give `cost` back."""
+        self._held -= cost
+        while self._waiting and self._fits(self._waiting[0][0]):
+            waiting_cost, future = self._waiting.pop(0)
+            if not future.done():
+                self._held += waiting_cost
+                future.set_result(None)
+
+
+class Hold:
+    """A held cost."""
+
+    def __init__(self, gate: CostGate, cost: int) -> None:
+        self._gate = gate
+        self._cost = cost
+
+    async def __aenter__(self) -> None:
+        await self._gate.acquire(self._cost)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give it back."""
+        self._gate.release(self._cost)

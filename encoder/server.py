@@ -1,0 +1,377 @@
+"""The encoder stage: takes EncodeJobs, sends EmbeddingChunks to prefill and the outcome to the gateway.
+
+Encoder process, event loop. Fetching, decoding and embedding are others' work; here stand admission,
+deadlines, aborts, single flight and who is told what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from transom.encoder.config import EncoderConfig
+from transom.encoder.decode_pool import DecodePool
+from transom.encoder.encoding import EmbeddingCache, Encoding
+from transom.encoder.engine import Engine, Towers, choose_device
+from transom.encoder.expand import Expander
+from transom.encoder.fetch import Fetcher, FetchLimits
+from transom.encoder.media import wire
+from transom.encoder.pipeline import Pipeline
+from transom.encoder.preprocess import FramePreprocessor, MelStream
+from transom.encoder.revision import model_revision
+from transom.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    MediaError,
+    OverloadedError,
+    TransomError,
+    UnavailableError,
+)
+from transom.hub import resolve_model
+from transom.log import request_id_var
+from transom.media_key import content_key
+from transom.messages import Abort, EmbeddingChunk, EncodeDone, EncodeJob, RequestFailed, TensorMeta
+from transom.stage import Stage
+from transom.transport import Received, Transport
+
+logger = logging.getLogger(__name__)
+
+_MB = 1024 * 1024
+_ABORTS_KEPT = 10_000
+_ABORT_MEMORY_S = 60.0
+_AHEAD_BYTES = 64 * _MB
+_SHUTDOWN = "the encoder is shutting down"
+
+
+@dataclass(eq=False)
+class _Item:
+    """One EncodeJob in the process."""
+
+    job: EncodeJob
+    data: memoryview | None
+    received_s: float
+    charged_bytes: int
+    task: asyncio.Task[None] | None = None
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+
+class EncoderStage(Stage):
+    """One encoder: one device, one pair of towers, its own decode workers."""
+
+    name = "encoder"
+
+    def __init__(self, config: EncoderConfig) -> None:
+        self._config = config
+        self._items: dict[str, set[_Item]] = defaultdict(set)
+        self._count = 0
+        self._bytes = 0
+        self._aborted: OrderedDict[str, float] = OrderedDict()
+        self._running: dict[str, tuple[Encoding, asyncio.Task[None]]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._cache = EmbeddingCache(config.embedding_cache_mb * _MB)
+        self._draining = False
+        self._served = self._failed = 0
+
+    async def start(self, transport: Transport) -> None:
+        """Start the decode workers and load the towers, side by side."""
+        config = self._config
+        self._transport = transport
+        self._pool = DecodePool(
+            workers=config.decode_workers,
+            timeout_s=config.decode_timeout_s,
+            memory_mb=config.decode_memory_mb,
+        )
+        self._fetcher = Fetcher(FetchLimits.of(config))
+        await self._fetcher.start()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        folder = await asyncio.to_thread(resolve_model, config.model)
+        device, dtype = choose_device(config)
+        towers, expander, _ = await asyncio.gather(
+            asyncio.to_thread(Towers, folder, device, dtype),
+            asyncio.to_thread(Expander.from_folder, folder),
+            self._pool.start(),
+        )
+        self._dtype = towers.dtype
+        self._revision = await asyncio.to_thread(model_revision, Path(folder), config.full_decode_pixels)
+        self._engine = Engine(towers, config)
+        self._engine.start()
+        self._pads = expander.ids.pads
+        self._pipeline = Pipeline(
+            config,
+            self._pool,
+            self._engine,
+            expander,
+            towers.processor_cfg,
+            towers.audio_cfg,
+            FramePreprocessor(towers.processor_cfg, device),
+            lambda: MelStream(towers.audio_cfg, device),
+        )
+        logger.info(
+            "encoder of %s on %s in %s, %d decode workers", folder.name, device, dtype, config.decode_workers
+        )
+
+    async def handle(self, received: Received) -> None:
+        """Take a job or an abort."""
+        message = received.message
+        if isinstance(message, EncodeJob):
+            self._admit(message, received.frames)
+        elif isinstance(message, Abort):
+            self._abort(message.request_id)
+        else:
+            logger.warning("%s is nothing for an encoder", type(message).__name__)
+
+    def _admit(self, job: EncodeJob, frames: list[memoryview]) -> None:
+        data = frames[0] if frames else None
+        size = len(data) if data is not None else 0
+        config = self._config
+        if job.request_id in self._aborted:
+            return
+        try:
+            if self._draining:
+                raise UnavailableError(_SHUTDOWN, retry_after_s=1)
+            if self._count >= config.max_queued_items:
+                raise OverloadedError(
+                    f"encoder queue is full ({config.max_queued_items} items)", retry_after_s=1
+                )
+            if self._bytes + size > config.max_queued_mb * _MB and self._count:
+                raise OverloadedError(
+                    f"encoder queue is full ({config.max_queued_mb} MB of media)", retry_after_s=1
+                )
+            if size > config.max_media_mb * _MB:
+                raise MediaError(f"{job.modality} of {size} bytes, limit {int(config.max_media_mb * _MB)}")
+        except TransomError as error:
+            self._tell_failure(job, error)
+            return
+        item = _Item(job, data, time.monotonic(), size)
+        self._items[job.request_id].add(item)
+        self._count += 1
+        self._bytes += size
+        item.task = self._spawn(self._serve(item))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def _serve(self, item: _Item) -> None:
+        """See one item through; every outcome but a cancellation is told to gateway and prefill."""
+        job = item.job
+        request_id_var.set(job.request_id)
+        try:
+            async with asyncio.timeout(max(0.0, job.deadline_s - time.time())):
+                await self._encode(item)
+            self._served += 1
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            self._fail(item, DeadlineError("the deadline passed while the media was being encoded"))
+        except TransomError as error:
+            self._fail(item, error)
+        except Exception as error:
+            logger.exception("encoding %s failed", job.param)
+            self._fail(item, TransomError(f"the encoder failed on this item ({type(error).__name__})"))
+        finally:
+            self._drop(item)
+
+    def _drop(self, item: _Item) -> None:
+        items = self._items.get(item.job.request_id)
+        if items is not None and item in items:
+            items.discard(item)
+            self._count -= 1
+            self._bytes -= item.charged_bytes
+            if not items:
+                del self._items[item.job.request_id]
+
+    async def _encode(self, item: _Item) -> None:
+        job = item.job
+        file = await self._obtain(item)
+        try:
+            item.data = None
+            key = await self._key(job, file)
+            encoding, is_hit = self._encoding(key, job, file)
+        finally:
+            # A running encoding holds a descriptor of its own.
+            file.close()
+        reader = encoding.join()
+        try:
+            index = 0
+            while (chunk := await encoding.next(reader)) is not None:
+                message = EmbeddingChunk(
+                    request_id=job.request_id,
+                    item_index=job.item_index,
+                    chunk_index=index,
+                    last=chunk.last,
+                    content_key=key,
+                    token_ids=chunk.token_ids,
+                    pad_ids=self._pads(job.modality),
+                    rows=TensorMeta(self._dtype, chunk.rows.shape),
+                )
+                await self._transport.send_wait(job.reply_to, message, [chunk.raw])
+                index += 1
+        finally:
+            encoding.leave(reader)
+            self._stop_if_abandoned(encoding)
+        self._tell_done(item, encoding, is_hit)
+
+    async def _obtain(self, item: _Item) -> wire.MemoryFile:
+        """Return the item's bytes, downloaded if need be."""
+        started = time.monotonic()
+        item.timings_ms["queue"] = round((started - item.received_s) * 1000, 3)
+        if item.data is not None:
+            return wire.MemoryFile.of(item.data)
+        assert item.job.url is not None
+        data = await self._fetcher.fetch(item.job.url)
+        item.timings_ms["fetch"] = round((time.monotonic() - started) * 1000, 3)
+        item.charged_bytes += len(data)
+        self._bytes += len(data)
+        return wire.MemoryFile.of(data)
+
+    async def _key(self, job: EncodeJob, file: wire.MemoryFile) -> str:
+        def compute() -> str:
+            return content_key(file.view, job.modality, job.options, self._revision, self._dtype)
+
+        return compute() if file.size_bytes < _MB else await asyncio.to_thread(compute)
+
+    def _encoding(self, key: str, job: EncodeJob, file: wire.MemoryFile) -> tuple[Encoding, bool]:
+        """Return the encoding of a key: kept, under way, or begun now."""
+        kept = self._cache.get(key)
+        if kept is not None:
+            return kept, True
+        running = self._running.get(key)
+        if running is not None and running[0].joinable:
+            return running[0], False
+        encoding = Encoding(
+            key, job.modality, keep_bytes=self._cache.capacity_bytes // 2, window_bytes=_AHEAD_BYTES
+        )
+        task = self._spawn(self._produce(encoding, file.duplicate(), job))
+        self._running[key] = (encoding, task)
+        return encoding, False
+
+    async def _produce(self, encoding: Encoding, file: wire.MemoryFile, job: EncodeJob) -> None:
+        try:
+            await self._pipeline.run(encoding, file, job.options)
+            self._cache.put(encoding)
+        except asyncio.CancelledError:
+            encoding.fail(CancelledRequestError("nobody waits for this item any more"))
+            raise
+        except TransomError as error:
+            encoding.fail(error)
+        except Exception as error:
+            logger.exception("encoding %s failed", job.param)
+            encoding.fail(TransomError(f"the encoder failed on this item ({type(error).__name__})"))
+        finally:
+            file.close()
+            current = self._running.get(encoding.key)
+            if current is not None and current[0] is encoding:
+                del self._running[encoding.key]
+
+    def _stop_if_abandoned(self, encoding: Encoding) -> None:
+        current = self._running.get(encoding.key)
+        if current is not None and current[0] is encoding and encoding.abandoned and not encoding.done:
+            current[1].cancel()
+            del self._running[encoding.key]
+
+    def _tell_done(self, item: _Item, encoding: Encoding, is_hit: bool) -> None:
+        job = item.job
+        timings = item.timings_ms | ({} if is_hit else encoding.timings_ms)
+        timings["total"] = round((time.monotonic() - item.received_s) * 1000, 3)
+        done = EncodeDone(
+            request_id=job.request_id,
+            item_index=job.item_index,
+            modality=job.modality,
+            content_key=encoding.key,
+            media_tokens=encoding.media_tokens,
+            audio_tokens=encoding.audio_tokens if job.modality == "video" else 0,
+            cache_hit=is_hit,
+            notes=encoding.notes,
+            timings_ms=timings,
+        )
+        self._transport.send(job.gateway, done)
+
+    def _fail(self, item: _Item, error: TransomError) -> None:
+        """Tell the failure; the request's other items have no use any more."""
+        self._failed += 1
+        logger.info("item %d (%s) failed: %s", item.job.item_index, item.job.param, error.message)
+        self._tell_failure(item.job, error)
+        self._cancel(item.job.request_id, lambda other: other is not item)
+
+    def _tell_failure(self, job: EncodeJob, error: TransomError) -> None:
+        info = msgspec.structs.replace(error.info(), param=job.param)
+        message = RequestFailed(request_id=job.request_id, error=info, stage=self.name)
+        for address in dict.fromkeys((job.gateway, job.reply_to)):
+            with contextlib.suppress(TransomError):
+                self._transport.send(address, message)
+
+    def _abort(self, request_id: str) -> None:
+        now = time.monotonic()
+        self._aborted[request_id] = now
+        self._aborted.move_to_end(request_id)
+        while self._aborted:
+            oldest, moment = next(iter(self._aborted.items()))
+            if len(self._aborted) <= _ABORTS_KEPT and now - moment < _ABORT_MEMORY_S:
+                break
+            del self._aborted[oldest]
+        self._cancel(request_id, lambda item: True)
+
+    def _cancel(self, request_id: str, which: Callable[[_Item], bool]) -> None:
+        for item in list(self._items.get(request_id, ())):
+            if which(item) and item.task is not None:
+                item.task.cancel()
+
+    def peer_lost(self, address: str) -> None:
+        """Drop the items that nobody would be told of, or whose embeddings nobody would take."""
+        for items in list(self._items.values()):
+            for item in list(items):
+                if address in (item.job.gateway, item.job.reply_to) and item.task is not None:
+                    item.task.cancel()
+
+    def load(self) -> dict[str, float]:
+        """Return queue lengths, cache figures and counters."""
+        load: dict[str, float] = {
+            "items": self._count,
+            "media_bytes": self._bytes,
+            "served": self._served,
+            "failed": self._failed,
+            "cache_bytes": self._cache.size_bytes,
+            "cache_hits": self._cache.hits,
+            "cache_misses": self._cache.misses,
+        }
+        if hasattr(self, "_engine"):
+            queued = self._engine.queued()
+            load |= {
+                "queued_patches": queued["vision"],
+                "queued_mel_frames": queued["audio"],
+                "batches": self._engine.batches,
+                "decoders_busy": self._pool.busy(),
+                "decoder_crashes": self._pool.crashes,
+            }
+        return load
+
+    async def drain(self) -> None:
+        """Refuse new items; return when none is left."""
+        self._draining = True
+        while self._background:
+            await asyncio.wait(list(self._background))
+
+    async def close(self) -> None:
+        """End all work, threads and processes."""
+        self._draining = True
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for part in ("_pipeline", "_engine", "_pool", "_fetcher"):
+            if hasattr(self, part):
+                await getattr(self, part).close()
