@@ -75,6 +75,11 @@ class Tokenizer:
         """Ids that end a generation, the main one first."""
         return self._eos_ids
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens beside the byte-level vocabulary, by their text: control tokens, tags and the like."""
+        return {token.content: id for id, token in self._backend.get_added_tokens_decoder().items()}
+
     def token_id(self, token: str) -> int | None:
         """Return the id of exactly this token, such as '<|image_pad|>'; None when there is none."""
         found: int | None = self._backend.token_to_id(token)

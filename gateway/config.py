@@ -1,0 +1,48 @@
+"""Settings of the gateway process: its workers, its HTTP side and the limits of a request.
+
+Read by the command line and by the gateway; loads no tensor library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom.config import StageConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(StageConfig):
+    """Settings of `transom gateway`."""
+
+    http_port: int = setting(8000, "port of the HTTP API; 0: any free one", ge=0, le=65535)
+    encoder: tuple[str, ...] = setting((), "inbox address of an encoder", metavar="ADDR")
+    prefill: tuple[str, ...] = setting((), "inbox address of a prefill worker", metavar="ADDR")
+    decode: tuple[str, ...] = setting((), "inbox address of a decode worker", metavar="ADDR")
+    served_model_name: tuple[str, ...] = setting(
+        (), "name under which clients ask for the model; the first one is the main name", metavar="NAME"
+    )
+    api_keys_file: str = setting("", "file with one API key a line; empty: no keys asked", metavar="FILE")
+    cors_origins: tuple[str, ...] = setting(
+        (), "origin whose web pages may call the API; '*' for all", metavar="ORIGIN"
+    )
+
+    request_timeout_s: float = setting(600.0, "time a request may take in all", ge=0.1, le=86_400)
+    body_timeout_s: float = setting(60.0, "time a client may take to send its body", ge=0.1, le=3600)
+    write_timeout_s: float = setting(60.0, "time a client may leave a stream unread", ge=0.1, le=3600)
+    keepalive_s: float = setting(15.0, "silence after which a stream gets a comment line", ge=0.05, le=3600)
+    ping_interval_s: float = setting(0.5, "how often workers are asked for their load", ge=0.02, le=60)
+    worker_timeout_s: float = setting(
+        10.0, "silence after which a worker counts as lost and its requests fail", ge=0.1, le=600
+    )
+
+    max_body_mb: int = setting(64, "size of a request body", ge=1, le=4096)
+    max_buffered_mb: int = setting(1024, "size of all request bodies held at once", ge=1, le=1_048_576)
+    max_media_items: int = setting(64, "media items of one request", ge=0, le=4096)
+    max_media_mb: int = setting(48, "decoded size of one inline media item", ge=1, le=4096)
+    max_choices: int = setting(8, "choices (n) of one request", ge=1, le=128)
+    max_inflight: int = setting(512, "choices in work at once; more get 429", ge=1, le=1_000_000)
+    max_queue_tokens: int = setting(
+        2_000_000, "prompt and output tokens of all requests in work; more get 429", ge=1
+    )
+    max_context: int = setting(0, "prompt and output tokens of one request; 0: as the model says", ge=0)
+    default_max_tokens: int = setting(1024, "output tokens when the client gives no limit", ge=1)

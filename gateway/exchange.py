@@ -1,0 +1,219 @@
+"""Sends a client's request into the fleet and gathers what comes back, until its one end.
+
+Lives on the gateway's event loop. However an exchange ends, every worker that may hold a part is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from transom.errors import DeadlineError, OverloadedError, StageLostError
+from transom.gateway.admission import Admission
+from transom.gateway.fleet import Fleet
+from transom.gateway.prompt import Prompt
+from transom.gateway.requests import LiveRequest, RequestTable, Work
+from transom.gateway.schema import MediaItem
+from transom.messages import Abort, EncodeJob, Modality, PrefillJob, Sampling, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+# What an item will take of the prompt, before anybody has looked at it: only for load and admission.
+_TYPICAL_TOKENS: dict[Modality, int] = {"image": 256, "video": 2048, "audio": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A media item with its routing key."""
+
+    item: MediaItem
+    routing_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One choice to be made: choices with the same `prompt` object share a prefill worker."""
+
+    prompt: Prompt
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The choices of one client request, in order."""
+
+    timeout_s: float
+    deadline_s: float  # on the monotonic clock
+    choices: list[LiveRequest] = field(default_factory=list)
+    end_reason: str = "the client is gone"
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        """Let the waiter look again."""
+        self._wake.set()
+
+    async def wait(self, idle_s: float | None = None) -> bool:
+        """Wait until a choice has news; False after `idle_s` without. Raise DeadlineError at the deadline."""
+        until = None if idle_s is None else time.monotonic() + idle_s
+        while not any(choice.has_news() for choice in self.choices):
+            self._wake.clear()
+            now = time.monotonic()
+            if now >= self.deadline_s:
+                self.end_reason = "deadline"
+                raise DeadlineError(f"the answer was not complete after {self.timeout_s:g} s")
+            if until is not None and now >= until:
+                return False
+            limit = self.deadline_s if until is None else min(until, self.deadline_s)
+            try:
+                async with asyncio.timeout(limit - now):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+        return True
+
+    def take(self) -> list[tuple[int, list[TokenChunk]]]:
+        """Return the new chunks by choice; raise the error of a failed one."""
+        try:
+            return [
+                (number, chunks) for number, choice in enumerate(self.choices) if (chunks := choice.take())
+            ]
+        except Exception:
+            self.end_reason = "a part failed"
+            raise
+
+
+class Dispatcher:
+    """Opens exchanges. Owns nothing but the counters of `admission` and the table's entries."""
+
+    def __init__(self, fleet: Fleet, table: RequestTable, admission: Admission, inbox: str) -> None:
+        self._fleet = fleet
+        self._table = table
+        self._admission = admission
+        self._inbox = inbox
+
+    @contextmanager
+    def open(
+        self,
+        request_id: str,
+        plans: Sequence[Plan],
+        attachments: Sequence[Attachment],
+        *,
+        timeout_s: float,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Iterator[Exchange]:
+        """Send everything out at once; on leaving, end what is not done and give back all room."""
+        media_tokens = sum(_TYPICAL_TOKENS[one.item.modality] for one in attachments)
+        tokens = sum(plan.prompt.text_tokens + media_tokens + plan.sampling.max_tokens for plan in plans)
+        exchange = Exchange(timeout_s=timeout_s, deadline_s=time.monotonic() + timeout_s)
+        unix_deadline_s = time.time() + timeout_s
+        with self._admission.hold(len(plans), tokens):
+            try:
+                prefills: dict[int, str] = {}
+                for number, plan in enumerate(plans):
+                    prefill = prefills.get(id(plan.prompt)) or self._fleet.choose("prefill")
+                    prefills[id(plan.prompt)] = prefill
+                    live = self._live(
+                        exchange,
+                        request_id if len(plans) == 1 else f"{request_id}-{number}",
+                        plan,
+                        attachments,
+                        prefill,
+                        media_tokens,
+                    )
+                    self._send(live, plan, attachments, unix_deadline_s, cache_salt, priority)
+                yield exchange
+                exchange.end_reason = "the gateway has ended the answer"
+            finally:
+                for live in exchange.choices:
+                    self._table.remove(live)
+                    live.close(self.abort, exchange.end_reason)
+
+    def _live(
+        self,
+        exchange: Exchange,
+        request_id: str,
+        plan: Plan,
+        attachments: Sequence[Attachment],
+        prefill: str,
+        media_tokens: int,
+    ) -> LiveRequest:
+        """Choose the workers of one choice, count its load and enter it into the table."""
+        prompt_tokens = plan.prompt.text_tokens + media_tokens
+        decode = self._fleet.choose("decode")
+        encoders: dict[int, Work] = {}
+        for number, one in enumerate(attachments):
+            address = self._fleet.choose_encoder(one.routing_key)
+            encoders[number] = Work(address, "encoder", _TYPICAL_TOKENS[one.item.modality])
+        live = LiveRequest(
+            request_id=request_id,
+            prefill=Work(prefill, "prefill", prompt_tokens),
+            decode=Work(decode, "decode", prompt_tokens + plan.sampling.max_tokens),
+            encoders=encoders,
+            wake=exchange.wake,
+            release=self._fleet.release,
+        )
+        for work in live.works():
+            self._fleet.take(work.address, work.tokens)
+        exchange.choices.append(live)
+        self._table.add(live)
+        return live
+
+    def _send(
+        self,
+        live: LiveRequest,
+        plan: Plan,
+        attachments: Sequence[Attachment],
+        deadline_s: float,
+        cache_salt: str,
+        priority: int,
+    ) -> None:
+        for number, one in enumerate(attachments):
+            item = one.item
+            job = EncodeJob(
+                request_id=live.request_id,
+                item_index=number,
+                param=item.param,
+                modality=item.modality,
+                routing_key=one.routing_key,
+                url=item.url,
+                options=item.options,
+                deadline_s=deadline_s,
+                gateway=self._inbox,
+                reply_to=live.prefill.address,
+            )
+            frames = () if item.data is None else (item.data,)
+            self._fleet.send(live.encoders[number].address, job, frames)
+        self._fleet.send(
+            live.prefill.address,
+            PrefillJob(
+                request_id=live.request_id,
+                parts=plan.prompt.parts,
+                sampling=plan.sampling,
+                deadline_s=deadline_s,
+                gateway=self._inbox,
+                decode=live.decode.address,
+                cache_salt=cache_salt,
+                priority=priority,
+            ),
+        )
+
+    def abort(self, address: str, message: Abort) -> None:
+        """Tell a worker to drop a request. A lost worker needs no telling."""
+        try:
+            self._fleet.send(address, message)
+        except (OverloadedError, StageLostError) as error:
+            logger.warning("abort for %s not sent to %s: %s", message.request_id, address, error.message)
+
+
+def spread_seed(sampling: Sampling, choice: int) -> Sampling:
+    """Return the sampling of choice k: its own seed, so that choices differ but repeat."""
+    if choice == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & ((1 << 63) - 1))

@@ -1,0 +1,188 @@
+"""The workers as the gateway sees them: who is ready, who was lost, what each has in work.
+
+Lives on the gateway's event loop. Pings every worker; a loss is reported once per life of a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transom.errors import TransomError, UnavailableError
+from transom.gateway.router import Candidate, choose
+from transom.hash_ring import HashRing, pick
+from transom.messages import Message, Ping, Pong
+from transom.transport import Frame, Transport
+
+logger = logging.getLogger(__name__)
+
+StageName = Literal["encoder", "prefill", "decode"]
+STAGES: tuple[StageName, ...] = ("encoder", "prefill", "decode")
+
+
+@dataclass(slots=True)
+class Worker:
+    """`address` is as configured; `peer` is the name under which its messages come in."""
+
+    address: str
+    stage: StageName
+    peer: str = ""
+    ready: bool = False
+    incarnation: str = ""
+    last_pong_s: float = -math.inf
+    last_used_s: float = -math.inf
+    nonce: int = -1
+    load: dict[str, float] = field(default_factory=dict)
+    own_tokens: int = 0
+    own_requests: int = 0
+    complained: bool = False
+
+
+class Fleet:
+    """`on_lost(address, stage, why)` is called when a worker that may hold requests is gone."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        addresses: Mapping[StageName, Sequence[str]],
+        *,
+        on_lost: Callable[[str, StageName, str], None],
+        ping_interval_s: float,
+        worker_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._transport = transport
+        self._workers = {
+            address: Worker(address, stage) for stage in STAGES for address in addresses.get(stage, ())
+        }
+        self._on_lost = on_lost
+        self._interval_s = ping_interval_s
+        self._timeout_s = worker_timeout_s
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._nonces = 0
+        self._ring = HashRing(addresses.get("encoder", ()))
+
+    def __getitem__(self, address: str) -> Worker:
+        return self._workers[address]
+
+    def workers(self, stage: StageName | None = None) -> list[Worker]:
+        """Return the workers of a stage, or all."""
+        return [worker for worker in self._workers.values() if stage in (None, worker.stage)]
+
+    def ready(self, stage: StageName) -> list[Worker]:
+        """Return the workers that can take work now."""
+        return [worker for worker in self.workers(stage) if worker.ready]
+
+    def missing(self) -> list[StageName]:
+        """Return the stages that have no ready worker."""
+        return [stage for stage in STAGES if not self.ready(stage)]
+
+    async def run(self) -> None:
+        """Ping until cancelled."""
+        while True:
+            self.tick()
+            await asyncio.sleep(self._interval_s)
+
+    def tick(self) -> None:
+        """Ask every worker for its load; give up those that have been silent for too long."""
+        now = self._clock()
+        for worker in self._workers.values():
+            if worker.ready and now - worker.last_pong_s > self._timeout_s:
+                self._lose(worker, f"it has not answered for {self._timeout_s:g} s")
+            self._nonces += 1
+            worker.nonce = self._nonces
+            try:
+                self._transport.send(
+                    worker.address, Ping(reply_to=self._transport.address, nonce=worker.nonce)
+                )
+            except TransomError as error:
+                logger.debug("can't ping %s: %s", worker.address, error.message)
+
+    def pong(self, peer: str, pong: Pong) -> None:
+        """Take a worker's answer."""
+        worker = next(
+            (one for one in self._workers.values() if peer in (one.address, one.peer)), None
+        ) or next((one for one in self._workers.values() if one.nonce == pong.nonce), None)
+        if worker is None:
+            logger.warning("a pong from %s, which is no worker of ours", peer)
+            return
+        if pong.stage != worker.stage:
+            if not worker.complained:
+                logger.error("%s is set as %s, but calls itself %s", worker.address, worker.stage, pong.stage)
+            worker.complained = True
+            return
+        if worker.incarnation and worker.incarnation != pong.incarnation:
+            self._lose(worker, "it was restarted")
+        if pong.ready and not worker.ready:
+            logger.info("%s at %s is ready", worker.stage, worker.address)
+        worker.peer = peer
+        worker.incarnation = pong.incarnation
+        worker.ready = pong.ready
+        worker.load = pong.load
+        worker.last_pong_s = self._clock()
+        worker.complained = False
+
+    def lost(self, address: str, why: str) -> None:
+        """Take note that the connection to a worker has ended."""
+        worker = self._workers.get(address)
+        if worker is not None and (worker.ready or worker.incarnation):
+            self._lose(worker, why)
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        logger.warning("%s at %s is lost: %s", worker.stage, worker.address, why)
+        worker.ready = False
+        worker.incarnation = ""
+        worker.load = {}
+        self._on_lost(worker.address, worker.stage, why)
+
+    def choose(self, stage: StageName) -> str:
+        """Return the worker that should take the next request; raise UnavailableError when there is none."""
+        address = choose(
+            (
+                Candidate(one.address, one.own_tokens, one.load.get("tokens", 0.0), one.last_used_s)
+                for one in self.ready(stage)
+            ),
+            self._rng,
+        )
+        if address is None:
+            raise UnavailableError(f"no {stage} worker is ready", retry_after_s=1)
+        return address
+
+    def choose_encoder(self, routing_key: str) -> str:
+        """Return the encoder for a media item: the ring's owner of its key unless that is overloaded."""
+        load = {one.address: float(one.own_requests) for one in self.ready("encoder")}
+        address = pick(self._ring.order(routing_key), load)
+        if address is None:
+            raise UnavailableError("no encoder is ready", retry_after_s=1)
+        return address
+
+    def take(self, address: str, tokens: int) -> None:
+        """Count work given to a worker."""
+        worker = self._workers[address]
+        worker.own_tokens += tokens
+        worker.own_requests += 1
+        worker.last_used_s = self._clock()
+
+    def release(self, address: str, tokens: int) -> None:
+        """Count the end of work that was given by `take`."""
+        worker = self._workers[address]
+        worker.own_tokens -= tokens
+        worker.own_requests -= 1
+
+    def send(self, address: str, message: Message, frames: Sequence[Frame] = ()) -> None:
+        """Send to a worker; raise OverloadedError when its queue is full."""
+        self._transport.send(address, message, frames)
+
+    def check_integrity(self) -> None:
+        """Assert that no counter went below zero."""
+        for worker in self._workers.values():
+            assert worker.own_tokens >= 0, worker
+            assert worker.own_requests >= 0, worker

@@ -1,0 +1,300 @@
+"""The API's endpoints: read a request, open an exchange, answer streamed or whole.
+
+Runs on the gateway's event loop; what costs time in proportion to the body goes to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from transom.errors import CancelledRequestError, NotFoundError, TransomError, UnavailableError
+from transom.gateway.admission import Admission
+from transom.gateway.config import GatewayConfig
+from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed
+from transom.gateway.http_edge import cors_headers, json_response, read_body
+from transom.gateway.output import ChoiceOutput, Delta
+from transom.gateway.parse import parse_chat, parse_completion
+from transom.gateway.prepare import Model, chat_output, fit_context
+from transom.gateway.prompt import Prompt
+from transom.gateway.reasoning_parser import ReasoningParser
+from transom.gateway.responses import ChatRenderer, CompletionRenderer, Head, Renderer, usage
+from transom.gateway.schema import ChatRequest, Generation
+from transom.gateway.sse import EventStream
+from transom.gateway.timeline import Timeline
+from transom.messages import PromptStats
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_INLINE_BYTES = 8 * 1024  # smaller bodies cost less to work on than to hand to a thread
+
+
+@dataclass(slots=True)
+class Job:
+    """A client request that is ready to be sent out. `prompt_of` maps choices to distinct prompts."""
+
+    kind: str
+    head: Head
+    generation: Generation
+    plans: list[Plan]
+    outputs: list[ChoiceOutput]
+    renderer: Renderer
+    attachments: Sequence[Attachment] = ()
+    prompt_of: list[int] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
+
+
+class Handlers:
+    """Owned by the gateway stage. `draining` refuses new work."""
+
+    def __init__(
+        self, config: GatewayConfig, model: Model, dispatcher: Dispatcher, admission: Admission
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._dispatcher = dispatcher
+        self._admission = admission
+        self._created = int(time.time())
+        self.draining = False
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, self._chat_job)
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._generate(request, self._completion_job)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models."""
+        return json_response({"object": "list", "data": [self._card(name) for name in self._model.names]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{id}."""
+        return json_response(self._card(self._check_model(request.match_info["id"])))
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize: the ids of a prompt or of chat messages; media items stand as single pads."""
+        body = await self._body(request)
+        name, ids = await self._offload(len(body), lambda: self._model.tokenize(body))
+        self._check_model(name)
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_context})
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize."""
+        body = await self._body(request)
+        name, text = await self._offload(len(body), lambda: self._model.detokenize(body))
+        self._check_model(name)
+        return json_response({"prompt": text})
+
+    def _card(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "transom",
+            "max_model_len": self._model.max_context,
+            "modalities": ["text", *dict.fromkeys(self._model.info.pads.values())],
+        }
+
+    def _check_model(self, name: str | None) -> str:
+        """Return the served name; clients that leave it out get the main one."""
+        names = self._model.names
+        if name is None:
+            return names[0]
+        if name not in names:
+            raise NotFoundError(
+                f"model {name[:100]!r} is not served here, {', '.join(names)} is", param="model"
+            )
+        return name
+
+    async def _body(self, request: web.Request) -> bytes:
+        return await read_body(
+            request,
+            limit_bytes=self._config.max_body_mb * 1024 * 1024,
+            timeout_s=self._config.body_timeout_s,
+        )
+
+    async def _offload(self, size_bytes: int, work: Callable[[], T]) -> T:
+        return work() if size_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+    async def _generate(
+        self, request: web.Request, make_job: Callable[[bytes, Timeline], Job]
+    ) -> web.StreamResponse:
+        if self.draining:
+            raise UnavailableError("the gateway is shutting down", retry_after_s=5)
+        timeline = Timeline()
+        with ExitStack() as stack:
+            with ExitStack() as memory:
+                size = request.content_length or self._config.max_body_mb * 1024 * 1024
+                memory.enter_context(self._admission.buffer(size))
+                body = await self._body(request)
+                timeline.mark("body")
+                job = await self._offload(len(body), lambda: make_job(body, timeline))
+                timeline.mark("prepare")
+                generation = job.generation
+                exchange = stack.enter_context(
+                    self._dispatcher.open(
+                        job.head.id,
+                        job.plans,
+                        job.attachments,
+                        timeout_s=generation.timeout_s or self._config.request_timeout_s,
+                        cache_salt=generation.cache_salt,
+                        priority=generation.priority,
+                    )
+                )
+            return await self._logged(request, job, exchange)
+
+    async def _logged(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
+        """Answer; write the one line that the log has of each request."""
+        status, problem = 200, ""
+        try:
+            if job.generation.stream:
+                return await self._stream(request, job, exchange)
+            return await self._whole(job, exchange)
+        except TransomError as error:
+            status, problem = error.status, error.code
+            raise
+        except asyncio.CancelledError:
+            status, problem = 499, CancelledRequestError.code
+            raise
+        finally:
+            failed = next((one.error for one in exchange.choices if one.error is not None), None)
+            if failed is not None and not problem:
+                status, problem = failed.status, failed.code
+            job.timeline.log(job.kind, job.head.id, exchange, job.outputs, status, problem)
+
+    async def _whole(self, job: Job, exchange: Exchange) -> web.StreamResponse:
+        deltas: list[list[Delta]] = [[] for _ in job.plans]
+        while not all(output.ended() for output in job.outputs):
+            await exchange.wait()
+            for number, delta in self._news(job, exchange):
+                deltas[number].append(delta)
+        reasons = [output.finish_reason or "" for output in job.outputs]
+        body = job.renderer.whole(deltas, reasons, self._usage(job, exchange))
+        return json_response(body, headers={"X-Request-Id": job.head.id})
+
+    async def _stream(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
+        stream = EventStream(
+            request,
+            keepalive_s=self._config.keepalive_s,
+            write_timeout_s=self._config.write_timeout_s,
+            headers={"X-Request-Id": job.head.id, **cors_headers(request, self._config.cors_origins)},
+        )
+        renderer = job.renderer
+        try:
+            while not all(output.ended() for output in job.outputs):
+                if not await exchange.wait(stream.idle_s()):
+                    await stream.keep_alive()
+                    continue
+                events = []
+                for number, delta in self._news(job, exchange):
+                    events += renderer.events(number, delta, job.outputs[number].finish_reason)
+                await stream.send(events)
+            if job.generation.include_usage:
+                await stream.send([renderer.last_event(self._usage(job, exchange))])
+        except CancelledRequestError:
+            raise
+        except TransomError as error:
+            if not stream.started:
+                raise
+            # The status is out already: clients find the error in the stream.
+            exchange.end_reason = error.code
+            job.timeline.problem = error
+            await stream.send([error.info().to_openai()])
+        return await stream.finish()
+
+    def _news(self, job: Job, exchange: Exchange) -> list[tuple[int, Delta]]:
+        """Take what has come; a choice that the gateway itself ends is ended in the fleet at once."""
+        news = []
+        for number, chunks in exchange.take():
+            output = job.outputs[number]
+            if output.ended():
+                continue
+            job.timeline.first_token()
+            delta = Delta()
+            for chunk in chunks:
+                delta.add(output.push(chunk))
+            if output.ended() and output.by_gateway:
+                exchange.choices[number].close(self._dispatcher.abort, "stop")
+            news.append((number, delta))
+        return news
+
+    def _usage(self, job: Job, exchange: Exchange) -> dict[str, object]:
+        stats: dict[int, PromptStats] = {}
+        for number, live in enumerate(exchange.choices):
+            if live.stats is not None:
+                stats.setdefault(job.prompt_of[number], live.stats)
+        return usage(list(stats.values()), job.outputs)
+
+    def _chat_job(self, body: bytes, timeline: Timeline) -> Job:
+        request = parse_chat(body, self._model.limits)
+        name = self._check_model(request.generation.model)
+        timeline.mark("parse")
+        prompt = self._model.builder.chat(request)
+        return self._job("chat", f"chatcmpl-{uuid.uuid4().hex}", name, request, [prompt], timeline)
+
+    def _completion_job(self, body: bytes, timeline: Timeline) -> Job:
+        request = parse_completion(body, self._model.limits)
+        generation = request.generation
+        name = self._check_model(generation.model)
+        timeline.mark("parse")
+        prompts = [self._model.builder.completion(one) for one in request.prompts]
+        head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()), name)
+        echoes = None
+        if request.echo:
+            texts = [
+                one if isinstance(one, str) else self._model.tokenizer.decode(one, skip_special=False)
+                for one in request.prompts
+            ]
+            echoes = [text for text in texts for _ in range(generation.n)]
+        renderer = CompletionRenderer(
+            head,
+            self._model.tokenizer,
+            include_usage=generation.include_usage,
+            logprobs=generation.sampling.top_logprobs is not None,
+            echoes=echoes,
+        )
+        plans, prompt_of = self._plans(generation, prompts)
+        outputs = [ChoiceOutput(self._model.tokenizer, stop=generation.stop) for _ in plans]
+        return Job("completion", head, generation, plans, outputs, renderer, (), prompt_of, timeline)
+
+    def _job(
+        self, kind: str, id: str, name: str, request: ChatRequest, prompts: list[Prompt], timeline: Timeline
+    ) -> Job:
+        generation = request.generation
+        head = Head(id, int(time.time()), name)
+        renderer = ChatRenderer(
+            head,
+            self._model.tokenizer,
+            include_usage=generation.include_usage,
+            logprobs=generation.sampling.top_logprobs is not None,
+        )
+        plans, prompt_of = self._plans(generation, prompts)
+        outputs = [
+            chat_output(self._model.tokenizer, request, ReasoningParser(inside=plan.prompt.inside_reasoning),
+                        plan.prompt.forced)
+            for plan in plans
+        ]  # fmt: skip
+        attachments = [Attachment(item, item.routing_key()) for item in request.media]
+        return Job(kind, head, generation, plans, outputs, renderer, attachments, prompt_of, timeline)
+
+    def _plans(self, generation: Generation, prompts: list[Prompt]) -> tuple[list[Plan], list[int]]:
+        plans, prompt_of = [], []
+        for number, prompt in enumerate(prompts):
+            limit = fit_context(prompt, generation, self._model.max_context)
+            sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit)
+            for choice in range(generation.n):
+                plans.append(Plan(prompt, spread_seed(sampling, choice)))
+                prompt_of.append(number)
+        return plans, prompt_of

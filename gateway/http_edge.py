@@ -1,0 +1,178 @@
+"""HTTP manners of the gateway: bodies with limits, API keys, CORS, and every error in OpenAI's shape.
+
+Knows nothing of what the endpoints do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from transom.errors import (
+    AuthError,
+    CancelledRequestError,
+    ConfigError,
+    ErrorInfo,
+    PayloadTooLargeError,
+    RequestError,
+    TransomError,
+)
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_OPEN_PATHS = ("/health", "/ready")
+
+
+def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return a JSON answer."""
+    return web.Response(
+        body=orjson.dumps(body), status=status, content_type="application/json", headers=headers
+    )
+
+
+def error_response(info: ErrorInfo) -> web.Response:
+    """Return an error as OpenAI clients expect it."""
+    headers = {}
+    if info.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
+    if info.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(info.to_openai(), status=info.status, headers=headers)
+
+
+class UnsupportedMediaTypeError(RequestError):
+    """A body that is not declared as JSON: a web page can send one across origins without asking."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class BodyTimeoutError(RequestError):
+    """The client took too long to send its body."""
+
+    status = 408
+    code = "body_timeout"
+
+
+async def read_body(request: web.Request, *, limit_bytes: int, timeout_s: float) -> bytes:
+    """Return the body of a JSON request; refuse by its declared length before reading any of it."""
+    if request.content_type != "application/json":
+        raise UnsupportedMediaTypeError(
+            f"content type {request.content_type[:100]!r}, application/json is needed"
+        )
+    declared = request.content_length
+    if declared is not None and declared > limit_bytes:
+        raise PayloadTooLargeError(f"body of {declared} bytes, at most {limit_bytes} are allowed")
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body was not complete after {timeout_s:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise PayloadTooLargeError(f"body of more than {limit_bytes} bytes, the limit") from None
+
+
+class ApiKeys:
+    """The accepted API keys; empty: everybody may call. Keys are kept as digests only."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def from_file(cls, path: str) -> ApiKeys:
+        """Read one key a line; blank lines and lines that start with # don't count."""
+        if not path:
+            return cls([])
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"API key file {path}: {error}") from None
+        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys:
+            raise ConfigError(f"API key file {path} holds no key")
+        return cls(keys)
+
+    def check(self, request: web.Request) -> None:
+        """Raise AuthError unless the request carries a known key. Takes the same time for every wrong key."""
+        if not self._digests:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise AuthError("no valid API key was given")
+
+
+def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
+    """Return the application's middlewares, outermost first."""
+
+    @web.middleware
+    async def cors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        origin = request.headers.get("Origin")
+        allowed = origin is not None and ("*" in cors_origins or origin in cors_origins)
+        preflight = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not allowed:
+            return await handler(request)
+        response: web.StreamResponse = web.Response(status=204) if preflight else await handler(request)
+        # A stream that has begun got its headers from the handler, see cors_headers.
+        if not response.prepared:
+            response.headers.update(cors_headers(request, cors_origins))
+        return response
+
+    @web.middleware
+    async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path not in _OPEN_PATHS:
+                keys.check(request)
+            return await handler(request)
+        except CancelledRequestError as error:
+            logger.info("%s %s: %s", request.method, request.path, error.message)
+            return error_response(error.info())
+        except TransomError as error:
+            if error.status >= 500:
+                logger.warning("%s %s %d: %s", request.method, request.path, error.status, error.message)
+            return error_response(error.info())
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return error_response(_plain_info(request, error))
+        except ConnectionError:
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            return error_response(ErrorInfo(status=500, code="internal_error", message="internal error"))
+
+    return [cors, errors]
+
+
+def _plain_info(request: web.Request, error: web.HTTPException) -> ErrorInfo:
+    known = {404: "no such path", 405: "this method is not allowed here"}
+    text = known.get(error.status, error.reason)
+    return ErrorInfo(
+        status=error.status,
+        code="not_found" if error.status == 404 else "invalid_request",
+        message=f"{request.method} {request.path[:200]}: {text}",
+    )
+
+
+def cors_headers(request: web.Request, cors_origins: tuple[str, ...]) -> dict[str, str]:
+    """Return the headers that let a page of an allowed origin read the answer."""
+    origin = request.headers.get("Origin")
+    if origin is None or not ("*" in cors_origins or origin in cors_origins):
+        return {}
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+        "Access-Control-Allow-Headers": "Authorization, Content-Type",
+        "Vary": "Origin",
+    }

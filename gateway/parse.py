@@ -1,0 +1,265 @@
+"""Request bodies become checked requests, or a RequestError that names the field at fault.
+
+Pure; runs in the gateway process, in a thread when the body is large. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from transom.errors import RequestError
+from transom.gateway.fields import Fields, check_depth, refuse, show
+from transom.gateway.media import MEDIA_PARTS, parse_media_part
+from transom.gateway.parse_generation import chat_logprobs, completion_logprobs, parse_generation
+from transom.gateway.reasoning_parser import split_reasoning
+from transom.gateway.schema import ChatRequest, CompletionRequest, Limits, MediaItem, ToolChoice
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_DEPTH = 64
+_MAX_MESSAGES = 10_000
+_MAX_TOOLS = 1024
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+
+
+def load_body(body: bytes) -> Fields:
+    """Return the JSON object of a body; refuse NaN, lone surrogates and deep nesting."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error.msg} (byte {error.pos})") from None
+    check_depth(value, _MAX_DEPTH)
+    return Fields(value)
+
+
+def parse_chat(body: bytes, limits: Limits) -> ChatRequest:
+    """Check the body of POST /v1/chat/completions."""
+    fields = load_body(body)
+    generation = parse_generation(
+        fields, limits, default_max_tokens=limits.default_max_tokens, top_logprobs=chat_logprobs(fields)
+    )
+    messages, media = parse_messages(fields, limits)
+    tools = parse_tools(fields)
+    choice = _tool_choice(fields, tools)
+    return ChatRequest(
+        generation=generation,
+        messages=messages,
+        media=media,
+        tools=tools if choice is not None else [],
+        tool_choice=choice or ToolChoice(),
+        parallel_tool_calls=fields.flag("parallel_tool_calls", True),
+        enable_thinking=False if choice is not None and choice.forced else parse_thinking(fields),
+        add_generation_prompt=fields.flag("add_generation_prompt", True),
+    )
+
+
+def parse_thinking(fields: Fields) -> bool | None:
+    """Return whether the client wants the model to think first; None when it says nothing."""
+    kwargs = fields.object("chat_template_kwargs")
+    wanted: bool | None = None
+    if kwargs is not None:
+        for name in kwargs.raw:
+            if name != "enable_thinking":
+                raise refuse(kwargs.at(name)[:200], "this field is not supported, only enable_thinking is")
+        wanted = kwargs.flag("enable_thinking", None)
+    effort = fields.text(
+        "reasoning_effort", choices=("none", "minimal", "low", "medium", "high", "xhigh", "max")
+    )
+    if wanted is None and effort is not None:
+        wanted = effort != "none"
+    return wanted
+
+
+def parse_messages(fields: Fields, limits: Limits) -> tuple[list[dict[str, Any]], tuple[MediaItem, ...]]:
+    """Return the messages for the chat template and their media items, in order of appearance."""
+    media: list[MediaItem] = []
+    if not fields.has("messages"):
+        raise refuse("messages", "a required array is missing")
+    found = [
+        _message(message, media, limits)
+        for message in fields.objects("messages", min_len=1, max_len=_MAX_MESSAGES)
+    ]
+    return found, tuple(media)
+
+
+def _message(message: Fields, media: list[MediaItem], limits: Limits) -> dict[str, Any]:
+    role = message.text("role", required=True, choices=_ROLES)
+    for name in ("function_call", "audio"):
+        if message.has(name):
+            raise message.refuse(name, "this field is not supported")
+    content = _content(message, role, media, limits)
+    result: dict[str, Any] = {"role": role, "content": content}
+    name = message.text("name", max_chars=256)
+    if name is not None:
+        result["name"] = name
+    if role == "assistant":
+        _assistant(message, result)
+    elif role == "tool":
+        result["tool_call_id"] = message.text("tool_call_id", required=True, max_chars=512)
+    return result
+
+
+def _assistant(message: Fields, result: dict[str, Any]) -> None:
+    calls = [_tool_call(call) for call in message.objects("tool_calls", max_len=_MAX_TOOLS)]
+    if calls:
+        result["tool_calls"] = calls
+    reasoning = message.text("reasoning_content", message.text("reasoning"))
+    if isinstance(result["content"], str) and reasoning is None:
+        # Clients that don't know reasoning_content send the whole text back.
+        reasoning, result["content"] = split_reasoning(result["content"])
+    if reasoning:
+        result["reasoning_content"] = reasoning
+    refusal = message.text("refusal")
+    if result["content"] is None:
+        if refusal is not None:
+            result["content"] = refusal
+        elif not calls:
+            raise message.refuse("content", "required unless tool_calls are given")
+        else:
+            result["content"] = ""
+
+
+def _content(
+    message: Fields, role: str, media: list[MediaItem], limits: Limits
+) -> str | list[dict[str, str]] | None:
+    content = message.raw.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if role != "assistant":
+            raise message.refuse("content", "a required string or array is missing")
+        return None
+    if not isinstance(content, list):
+        raise message.refuse("content", f"expected a string or an array of parts, got {show(content)}")
+    parts: list[dict[str, str]] = []
+    for part in message.objects("content", min_len=1, max_len=_MAX_MESSAGES):
+        kind = part.text("type", required=True)
+        if kind == "text" or (kind == "refusal" and role == "assistant"):
+            parts.append({"type": "text", "text": part.text(kind, required=True)})
+        elif kind in MEDIA_PARTS:
+            if role not in ("user", "tool"):
+                raise part.refuse("type", f"{kind} is not allowed in a message of role {role}")
+            if len(media) >= limits.max_media_items:
+                raise part.refuse("type", f"more than {limits.max_media_items} media items in one request")
+            item = parse_media_part(part, kind, limits)
+            media.append(item)
+            parts.append({"type": item.modality})
+        else:
+            allowed = ", ".join(("text", *MEDIA_PARTS))
+            raise part.refuse("type", f"{show(kind)} is not one of {allowed}")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts) if len(parts) > 1 else parts[0]["text"]
+    return parts
+
+
+def _tool_call(call: Fields) -> dict[str, Any]:
+    call.text("type", "function", choices=("function",))
+    function = call.object("function", required=True)
+    assert function is not None
+    name = _tool_name(function)
+    text: str = function.text("arguments", required=True)
+    try:
+        arguments = orjson.loads(text) if text.strip() else {}
+        check_depth(arguments, _MAX_DEPTH)
+    except (orjson.JSONDecodeError, RequestError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise function.refuse("arguments", "not the JSON text of an object")
+    return {
+        "id": call.text("id", "", max_chars=512),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _tool_name(function: Fields) -> str:
+    name: str = function.text("name", required=True)
+    if not _TOOL_NAME.fullmatch(name):
+        raise function.refuse("name", f"{show(name)} must be 1 to 128 letters, digits, '_', '-' or '.'")
+    return name
+
+
+def parse_tools(fields: Fields) -> list[dict[str, Any]]:
+    """Return the tools as the chat template shows them: only the fields that OpenAI defines."""
+    tools = []
+    for tool in fields.objects("tools", max_len=_MAX_TOOLS):
+        tool.text("type", required=True, choices=("function",))
+        function = tool.object("function", required=True)
+        assert function is not None
+        shown: dict[str, Any] = {"name": _tool_name(function)}
+        if function.has("description"):
+            shown["description"] = function.text("description")
+        parameters = function.object("parameters")
+        if parameters is not None:
+            shown["parameters"] = parameters.raw
+        tools.append({"type": "function", "function": shown})
+    return tools
+
+
+def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | None:
+    """Return None when no tool may be called."""
+    choice = fields.raw.get("tool_choice")
+    if choice is None or choice == "auto":
+        return ToolChoice() if tools else None
+    if choice == "none":
+        return None
+    if not tools:
+        raise refuse("tool_choice", "no tools are given")
+    if choice == "required":
+        return ToolChoice(forced=True)
+    if isinstance(choice, str):
+        raise refuse("tool_choice", f"{show(choice)} is not one of none, auto, required or an object")
+    named = Fields(choice, "tool_choice")
+    named.text("type", required=True, choices=("function",))
+    function = named.object("function", required=True)
+    assert function is not None
+    name = function.text("name", required=True)
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise function.refuse("name", f"{show(name)} is not the name of a given tool")
+    return ToolChoice(forced=True, name=name)
+
+
+def parse_completion(body: bytes, limits: Limits) -> CompletionRequest:
+    """Check the body of POST /v1/completions."""
+    fields = load_body(body)
+    generation = parse_generation(
+        fields, limits, default_max_tokens=16, top_logprobs=completion_logprobs(fields)
+    )
+    echo = fields.flag("echo")
+    if echo and generation.sampling.top_logprobs is not None:
+        raise fields.refuse("echo", "not supported together with logprobs")
+    prompts = _prompts(fields, limits)
+    if len(prompts) * generation.n > limits.max_choices:
+        raise fields.refuse(
+            "prompt", f"{len(prompts)} prompts with n {generation.n}, at most {limits.max_choices} choices"
+        )
+    return CompletionRequest(generation=generation, prompts=prompts, echo=echo)
+
+
+def _prompts(fields: Fields, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
+    prompt = fields.raw.get("prompt")
+    if prompt is None:
+        raise refuse("prompt", "a required string or array is missing")
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return (token_ids(prompt, "prompt", limits),)
+    if not isinstance(prompt, list) or not prompt:
+        raise refuse("prompt", "expected a string, an array of strings, token ids or arrays of token ids")
+    found: list[str | tuple[int, ...]] = []
+    for number, item in enumerate(prompt):
+        path = f"prompt[{number}]"
+        if not item or not isinstance(item, (str, list)):
+            raise refuse(path, "expected a string or an array of token ids, not empty")
+        found.append(item if isinstance(item, str) else token_ids(item, path, limits))
+    return tuple(found)
+
+
+def token_ids(given: list[Any], path: str, limits: Limits) -> tuple[int, ...]:
+    """Check a client's list of token ids."""
+    for number, item in enumerate(given):
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < limits.vocab_size:
+            raise refuse(f"{path}[{number}]", f"{show(item)} is no token id, 0 to {limits.vocab_size - 1}")
+    return tuple(given)

@@ -1,0 +1,148 @@
+"""The gateway stage: the HTTP API in front, the fleet of workers behind.
+
+Routes messages of workers to the requests they belong to. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from transom.errors import UnavailableError
+from transom.gateway.admission import Admission
+from transom.gateway.config import GatewayConfig
+from transom.gateway.exchange import Dispatcher
+from transom.gateway.fleet import STAGES, Fleet, StageName
+from transom.gateway.handlers import Handlers
+from transom.gateway.http_edge import ApiKeys, middlewares
+from transom.gateway.prepare import Model
+from transom.gateway.requests import RequestTable
+from transom.messages import EncodeDone, Pong, RequestFailed, TokenChunk
+from transom.stage import Stage
+from transom.transport import Received, Transport
+
+logger = logging.getLogger(__name__)
+
+_SENDERS: dict[type, tuple[StageName, ...]] = {
+    EncodeDone: ("encoder",),
+    TokenChunk: ("prefill", "decode"),
+    RequestFailed: STAGES,
+}
+
+
+class GatewayStage(Stage):
+    """One gateway process."""
+
+    name = "gateway"
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._keys = ApiKeys.from_file(config.api_keys_file)
+        self._table = RequestTable()
+        self._admission = Admission(
+            max_choices=config.max_inflight,
+            max_tokens=config.max_queue_tokens,
+            max_bytes=config.max_buffered_mb * 1024 * 1024,
+        )
+        self._fleet: Fleet | None = None
+        self._handlers: Handlers | None = None
+        self._pinger: asyncio.Task[None] | None = None
+
+    async def start(self, transport: Transport) -> None:
+        config = self._config
+        model = await asyncio.to_thread(Model.load, config)
+        self._fleet = Fleet(
+            transport,
+            {"encoder": config.encoder, "prefill": config.prefill, "decode": config.decode},
+            on_lost=self._table.lost,
+            ping_interval_s=config.ping_interval_s,
+            worker_timeout_s=config.worker_timeout_s,
+        )
+        dispatcher = Dispatcher(self._fleet, self._table, self._admission, transport.address)
+        self._handlers = Handlers(config, model, dispatcher, self._admission)
+        self._pinger = asyncio.create_task(self._fleet.run())
+        logger.info("serves %s, context %d tokens", ", ".join(model.names), model.max_context)
+
+    async def handle(self, received: Received) -> None:
+        message = received.message
+        if self._fleet is None:
+            return
+        if isinstance(message, Pong):
+            self._fleet.pong(received.peer, message)
+            return
+        if not isinstance(message, (TokenChunk, EncodeDone, RequestFailed)):
+            logger.warning("%s from %s is not for a gateway", type(message).__name__, received.peer)
+            return
+        live = self._table.find(message.request_id)
+        if live is None:  # it has ended here; its abort is on the way
+            return
+        stages = _SENDERS[type(message)]
+        expected = {
+            self._fleet[work.address].peer or work.address for work in live.works() if work.stage in stages
+        }
+        if received.peer not in expected:
+            logger.warning("%s from %s, which has no part in it", type(message).__name__, received.peer)
+        elif isinstance(message, TokenChunk):
+            live.on_chunk(message)
+        elif isinstance(message, EncodeDone):
+            live.on_encode_done(message)
+        else:
+            live.on_failed(message)
+
+    def peer_lost(self, address: str) -> None:
+        if self._fleet is not None:
+            self._fleet.lost(address, "the connection ended")
+
+    def load(self) -> dict[str, float]:
+        figures = {
+            "choices": float(self._admission.choices),
+            "tokens": float(self._admission.tokens),
+            "buffered_bytes": float(self._admission.buffered_bytes),
+        }
+        if self._fleet is not None:
+            for stage in ("encoder", "prefill", "decode"):
+                figures[f"ready_{stage}"] = float(len(self._fleet.ready(stage)))
+        return figures
+
+    def unready_reason(self) -> str | None:
+        missing = self._fleet.missing() if self._fleet is not None else ["worker"]
+        return f"no ready {', '.join(missing)}" if missing else None
+
+    async def drain(self) -> None:
+        if self._handlers is not None:
+            self._handlers.draining = True
+        await self._table.wait_idle()
+
+    async def close(self) -> None:
+        if self._pinger is not None:
+            self._pinger.cancel()
+
+    def app_limits(self) -> dict[str, Any]:
+        return {
+            "client_max_size": self._config.max_body_mb * 1024 * 1024,
+            "middlewares": middlewares(self._keys, self._config.cors_origins),
+        }
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/chat/completions", self._route("chat")),
+            web.post("/v1/completions", self._route("completion")),
+            web.get("/v1/models", self._route("models")),
+            web.get("/v1/models/{id:.+}", self._route("model")),
+            web.post("/tokenize", self._route("tokenize")),
+            web.post("/detokenize", self._route("detokenize")),
+        ]
+
+    def _route(self, name: str) -> Any:
+        """Return a handler that answers 503 until the stage has started."""
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            if self._handlers is None:
+                raise UnavailableError("the gateway is starting", retry_after_s=1)
+            response: web.StreamResponse = await getattr(self._handlers, name)(request)
+            return response
+
+        return handler

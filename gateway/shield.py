@@ -1,0 +1,97 @@
+"""Keeps clients from writing control tokens: tells the template's own tokens from spellings in user text.
+
+User strings are marked before rendering, so that no control token can arise within one, across two, or
+between one and the template. The marks are taken out again before the text is tokenised. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from transom.errors import RequestError
+from transom.tokenizer import Tokenizer
+
+
+class Shield:
+    """Built once per tokenizer; thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._controls = {
+            text: id
+            for text, id in tokenizer.added_tokens.items()
+            if len(text) > 1 and (id in tokenizer.special_ids or (text[0] == "<" and text[-1] == ">"))
+        }
+        spellings = sorted(self._controls, key=len, reverse=True)
+        # (?!) never matches: a tokenizer without control tokens needs no shield.
+        choice = "|".join(map(re.escape, spellings)) or "(?!)"
+        self._split = re.compile(f"({choice})")
+        self._starts = re.compile(f"(?=(?:{choice}))(.)", re.DOTALL)
+        edges = "".join({text[0] for text in spellings} | {text[-1] for text in spellings})
+        self._risky = re.compile(f"[{re.escape(edges)}]") if edges else re.compile("(?!)")
+        self._inner = {re.sub(r"^\W+|\W+$", "", text) for text in spellings}
+
+    def open_marks(self) -> Marks:
+        """Return the marks of one prompt: unguessable, so that no client can write them."""
+        return Marks(self, f"zq{secrets.token_hex(12)}qz")
+
+    def mark(self, text: str, mark: str) -> str:
+        """Return `text` such that no control token in the rendered prompt can hold a character of it.
+
+        Text without any edge character of a control token stays as it is, so that templates may compare
+        it; white space at the ends stays outside the marks, so that they may trim it.
+        """
+        if not self._risky.search(text) and text not in self._inner:
+            return text
+        body = text.strip()
+        start = text.index(body) if body else 0
+        inside = self._starts.sub(lambda found: found[1] + mark, body)
+        return f"{text[:start]}{mark}{inside}{mark}{text[start + len(body) :]}"
+
+    def encode(self, rendered: str, mark: str) -> list[int]:
+        """Return the ids of a rendered prompt: control tokens of the template, plain text for all else."""
+        ids: list[int] = []
+        for number, piece in enumerate(self._split.split(rendered)):
+            if number % 2:
+                ids.append(self._controls[piece])
+            elif piece:
+                ids += self.encode_plain(piece.replace(mark, ""))
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return ids of text in which no spelling of a control token becomes one."""
+        ids: list[int] = []
+        start = 0
+        for found in self._starts.finditer(text):
+            ids += self._tokenizer.encode(text[start : found.end()])
+            start = found.end()
+        ids += self._tokenizer.encode(text[start:])
+        if not set(self._controls.values()).isdisjoint(ids):
+            # Unicode normalisation inside the tokenizer made one; no known tokenizer does.
+            raise RequestError("the text turns into a control token of the model")
+        return ids
+
+
+class Marks:
+    """Marks the user's strings of one prompt."""
+
+    def __init__(self, shield: Shield, mark: str) -> None:
+        self._shield = shield
+        self.mark = mark
+
+    def deep(self, value: Any) -> Any:
+        """Return a copy of JSON data with every string marked, keys included."""
+        if isinstance(value, str):
+            return self._shield.mark(value, self.mark)
+        if isinstance(value, Mapping):
+            return {self.deep(key): self.deep(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.deep(item) for item in value]
+        return value
+
+    def encode(self, rendered: str) -> list[int]:
+        """Return the ids of the prompt that was rendered from the marked strings."""
+        return self._shield.encode(rendered, self.mark)
