@@ -166,10 +166,16 @@ def _from_toml(cls: type[Any], section: str, path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path}: not valid TOML: {error}") from None
     fields = _fields(cls)
+    shared = {field.name for field in dataclasses.fields(StageConfig)}
     values: dict[str, Any] = {}
     for table in ("common", section):
-        for key, raw in document.get(table, {}).items():
+        settings = document.get(table, {})
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{path} {table}: expected a table [{table}], not {settings!r}")
+        for key, raw in settings.items():
             if key not in fields:
+                if table == "common" and key in shared:
+                    continue  # for the stages; `transom up` itself has no such setting
                 raise ConfigError(f"{path} [{table}] {key}: no such setting of {section}")
             field, annotation = fields[key]
             values[key] = parse_value(field, annotation, raw, f"{path} [{table}] {key}")

@@ -108,7 +108,9 @@ async def test_stdin_that_closes_stops_a_watching_stage(tiny_stage: tuple[str, .
         assert (await ended(process))[0] == 0
 
 
-async def test_stdin_that_closes_does_not_stop_others(tiny_stage: tuple[str, ...], transport: Transport) -> None:
+async def test_stdin_that_closes_does_not_stop_others(
+    tiny_stage: tuple[str, ...], transport: Transport
+) -> None:
     async with running(tiny_stage) as (process, line):
         assert process.stdin is not None
         process.stdin.close()

@@ -61,8 +61,7 @@ STAGES: dict[str, StageCommand] = {
             make=_gateway,
             summary="HTTP API: takes chat requests and spreads their parts over the other stages",
             examples=(
-                "transom gateway --encoder tcp://127.0.0.1:7001 --prefill tcp://127.0.0.1:7101"
-                " --decode tcp://127.0.0.1:7201",
+                "transom gateway --encoder tcp://127.0.0.1:7001 --prefill ipc:///run/p0 --decode ipc:///run/d0",
             ),
         ),
         StageCommand(
@@ -72,7 +71,7 @@ STAGES: dict[str, StageCommand] = {
             summary="turns pictures, video and sound into embeddings for the prefill workers",
             examples=(
                 "transom encoder --bind tcp://127.0.0.1:7001",
-                "transom encoder --bind tcp://0.0.0.0:7001 --advertise tcp://host-a:7001 --curve-key-file KEY",
+                "transom encoder --bind tcp://0.0.0.0:7001 --advertise tcp://a:7001 --curve-key-file key",
             ),
         ),
         StageCommand(
