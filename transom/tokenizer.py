@@ -77,7 +77,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens beside the byte-level vocabulary, by their text: control tokens, tags and the like."""
+        """Ids of the tokens beside the byte-level vocabulary, by their text: control tokens, tags."""
         return {token.content: id for id, token in self._backend.get_added_tokens_decoder().items()}
 
     def token_id(self, token: str) -> int | None:
