@@ -1,7 +1,7 @@
 """Attention over paged KV with optional window and sink: the torch reference (llm processes).
 
-Decode and chunked prefill are the same operation on different shapes. Knows no requests: the caller says which
-pages each row reads, and which of their slots each query sees.
+Decode and chunked prefill are the same operation on different shapes. Knows no requests: the caller says
+which pages each row reads, and which of their slots each query sees.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ def plan_pools(
 ) -> PoolPlan:
     """Split one budget so that requests of `typical_len` tokens fill both pools at the same time.
 
-    A request of T tokens holds T full slots but only window + release interval SWA slots, so the SWA pool gets
-    that share of the full pool's slots. It always holds at least one request in the middle of a chunk. Raise
-    ConfigError when the budget is too small for that, or when the model lacks either kind of layer.
+    A request of T tokens holds T full slots but only window + release interval SWA slots, so the SWA pool
+    gets that share of the full pool's slots. It always holds at least one request in the middle of a chunk.
+    Raise ConfigError when the budget is too small for that, or when the model lacks either kind of layer.
     """
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
@@ -95,7 +95,7 @@ def plan_pools(
     if full_pages < least_swa:
         needed = least_swa * (full_bytes + swa_bytes)
         raise ConfigError(
-            f"kv_memory_gb: {budget_bytes} bytes hold no request with a chunk of {chunk} tokens and a window of"
-            f" {window}; at least {needed} bytes are needed"
+            f"kv_memory_gb: {budget_bytes} bytes hold no request with a chunk of {chunk} tokens and a window"
+            f" of {window}; at least {needed} bytes are needed"
         )
     return PoolPlan(page_size, full_pages, swa_pages, full_bytes // page_size, swa_bytes // page_size)

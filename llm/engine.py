@@ -1,7 +1,7 @@
 """The engine: one thread that batches requests through the model over the paged pools.
 
-The same core serves prefill workers (requests that hand off), decode workers (requests that arrive with KV) and
-both at once. Knows no sockets: commands come in by `submit`, events leave through one callback a step.
+The same core serves prefill workers (requests that hand off), decode workers (requests that arrive with KV)
+and both at once. Knows no sockets: commands come in by `submit`, events leave by one callback a step.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ class _Step:
 
 
 class Engine:
-    """Owns model, pools and requests. Only `submit`, `load` and `waiting_reason` may be used by other threads;
-    `step` belongs to whoever drives the engine: its own thread after `start`, or the caller without it."""
+    """Owns model, pools and requests.
+
+    Only `submit`, `load`, `context_len` and `waiting_reason` may be used by other threads; `step` belongs to
+    whoever drives the engine: its own thread after `start`, the caller without it.
+    """
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class Engine:
         self._events: list[Event] = []
         self._next_deadline_s = float("inf")
         self._computed_tokens = 0
+        self._retracted_bytes = 0
         self._busy = False
         self._checked = True
         self._thread: threading.Thread | None = None
@@ -153,6 +157,7 @@ class Engine:
             "swa_used_slots": pools.swa_pages.used * pools.page_size,
             "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
             "computed_tokens": self._computed_tokens,
+            "retracted_bytes": self._retracted_bytes,
         }
 
     # Commands and deadlines.
@@ -167,7 +172,9 @@ class Engine:
             patience = until_deadline if patience is None else min(patience, until_deadline)
         try:
             while True:
-                command = self._commands.get(timeout=patience) if patience != 0.0 else self._commands.get_nowait()
+                command = (
+                    self._commands.get(timeout=patience) if patience != 0.0 else self._commands.get_nowait()
+                )
                 if command is None:
                     return False
                 self._apply(command)
@@ -228,7 +235,7 @@ class Engine:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         vocab_size = self._model.config.vocab_size
-        if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise TransomError(f"token ids {min(ids)} to {max(ids)}; the vocabulary has {vocab_size}")
 
     def _check_context(self, request: Request) -> None:
@@ -278,7 +285,7 @@ class Engine:
         """Give the request pages. A prefix cache would be asked for the longest match here."""
         if request.host_kv is not None:
             request.kv = self._pools.adopt(request.host_kv)
-            request.host_kv = None
+            self._drop_host_kv(request)
             self._events.append(StartedEvent(request.request_id))
         else:
             request.kv = RequestKV()
@@ -290,6 +297,7 @@ class Engine:
         assert request.kv is not None
         if request.decoding:
             request.host_kv = self._pools.offload(request.kv)
+            self._retracted_bytes += request.host_kv.size_bytes
         else:
             request.computed = 0
         request.retractions += 1
@@ -423,9 +431,14 @@ class Engine:
             request.kv = None
         self._running.pop(request.request_id, None)
 
+    def _drop_host_kv(self, request: Request) -> None:
+        if request.host_kv is not None and request.retractions:
+            self._retracted_bytes -= request.host_kv.size_bytes
+        request.host_kv = None
+
     def _forget(self, request: Request) -> None:
         self._release(request)
-        request.host_kv = None
+        self._drop_host_kv(request)
         request.embeddings.clear()
         self._requests.pop(request.request_id, None)
 

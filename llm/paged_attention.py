@@ -1,7 +1,7 @@
 """Attention of one engine step over the paged pools: an AttentionBackend built anew for each batch.
 
-All index work of the step is done once here, in numpy on the host, and shared by the layers of a kind. Used by
-the engine thread; knows which pages requests have, not what the requests are.
+All index work of the step is done once here, in numpy on the host, and shared by the layers of a kind. Used
+by the engine thread; knows which pages requests have, not what the requests are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from transom.llm.pools import NULL_PAGE, DualPools, RequestKV
 Ints = npt.NDArray[np.int64]
 
 _FAR = np.iinfo(np.int64).max  # the position of a key that no query sees
-_LEAST_BLOCK = 32  # queries of a block of a windowed chunk: shorter ones cost more kernels than they save keys
+_LEAST_BLOCK = (
+    32  # queries of a block of a windowed chunk: shorter ones cost more kernels than they save keys
+)
 # Rows of a decode batch are padded to the longest of their group; a further group costs ten small kernels.
 _PADDED_SHARE = 2.0
 _SMALL_PAGES = 16
@@ -39,8 +41,8 @@ class Span:
 class _Group:
     """Rows of the batch that run as one kernel call of (batch, queries).
 
-    `gather` maps each query to its packed row and `scatter` each packed row to its query; None when the packed
-    rows begin..end are the queries already.
+    `gather` maps each query to its packed row and `scatter` each packed row to its query; None when the
+    packed rows begin..end are the queries already.
     """
 
     begin: int
@@ -133,9 +135,7 @@ class PagedAttention:
                 longest = pages
         return [*bounds, singles]
 
-    def _group(
-        self, spans: Sequence[Span], row: int, block: int, window: int | None, sink: bool
-    ) -> _Group:
+    def _group(self, spans: Sequence[Span], row: int, block: int, window: int | None, sink: bool) -> _Group:
         """Cut the spans into blocks of `block` queries, packed rows from `row` on, and list their pages."""
         page_size = self._pools.page_size
         blocks = [

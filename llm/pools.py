@@ -1,7 +1,7 @@
 """Paged dual KV pools of one engine: full layers keep every token, SWA layers only the live window.
 
-A page of the full pool is the authority for where tokens are; `full_to_swa` says which SWA page mirrors it, or
-none once the window has passed. Used by the engine thread alone; knows neither requests' text nor sockets.
+A page of the full pool is the authority for where tokens are; `full_to_swa` says which SWA page mirrors it,
+or none once the window has passed. Used by the engine thread alone; knows neither text nor sockets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Picks tokens from logits, a whole batch at a time (engine thread; knows neither pools nor processes).
 
-Randomness is a pure function of a request's seed and the output index, and each row's arithmetic depends on its
-own settings only: the same tokens come out whatever else is in the batch.
+Randomness is a pure function of a request's seed and the output index, and each row's arithmetic depends on
+its own settings only: the same tokens come out whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     for token, bias in sampling.logit_bias.items():
         if not 0 <= token < vocab_size or not -1e3 <= bias <= 1e3:
             raise RequestError(
-                f"logit_bias of token {token} is {bias}, allowed tokens 0 to {vocab_size - 1}", param="logit_bias"
+                f"logit_bias of token {token} is {bias}, allowed tokens 0 to {vocab_size - 1}",
+                param="logit_bias",
             )
 
 
@@ -66,7 +67,9 @@ class SamplerState:
         self._counts: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
         penalised = (
-            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty != 0
+            or sampling.frequency_penalty != 0
         )
         if penalised or sampling.logit_bias:
             self._counts = torch.zeros(vocab_size, device=device)
@@ -143,7 +146,8 @@ def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
     counts, seen, bias = (torch.stack(x) for x in zip(*adjustments.values()))
     settings = [states[i].sampling for i in adjustments]
     repetition, presence, frequency = torch.tensor(
-        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in settings], device=logits.device
+        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in settings],
+        device=logits.device,
     ).T[:, :, None]
     index = torch.tensor(list(adjustments), device=logits.device)
     rows = logits.index_select(0, index)
@@ -153,7 +157,7 @@ def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
 
 
 def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
-    """Return unnormalised probabilities (rows, vocab) after temperature, top-k, top-p and min-p, in that order.
+    """Return unnormalised probabilities (rows, vocab) after temperature, top-k, top-p, min-p in that order.
 
     Top-k keeps exactly k (ties go to the lower id); top-p keeps the fewest most likely tokens whose share of
     what top-k left reaches p; min-p those at least min_p times as likely as the best.
@@ -163,22 +167,23 @@ def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor
     probabilities = (logits / temperature).softmax(-1)
     keep = probabilities >= min_p * probabilities.amax(-1, keepdim=True)
     if any(_sorts(s) for s in settings):
-        ordered, order = probabilities.sort(-1, descending=True, stable=True)
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         vocab = logits.shape[-1]
         top_k = torch.tensor([s.top_k or vocab for s in settings], device=logits.device)[:, None]
         ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, 0.0)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         kept = (before < top_p * ordered.sum(-1, keepdim=True, dtype=torch.float64)) & (ordered > 0)
         kept[:, 0] = True
-        keep &= torch.zeros_like(keep).scatter_(1, order, kept)
-    return probabilities.masked_fill_(~keep, 0.0)
+        keep = keep & torch.zeros_like(keep).scatter_(1, order, kept)
+    return probabilities.masked_fill(~keep, 0.0)
 
 
 def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     """Invert the cumulative distribution of each row of `weights` at its number in [0, 1)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    found: torch.Tensor = torch.searchsorted(cumulative, target, right=True)
+    return found[:, 0]
 
 
 def _logprobs(

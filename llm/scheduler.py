@@ -74,8 +74,8 @@ def plan_step(
 ) -> Plan:
     """Plan the next step; running requests come before waiting ones, decoding before prefill.
 
-    When pages run out the last in order are retracted. As long as each request alone fits the pools, the first
-    in order always advances, hence so does everyone in the end. `hold` is a reason to admit nobody.
+    When pages run out the last in order are retracted. As long as each request alone fits the pools, the
+    first in order always advances, hence so does everyone in the end. `hold` is a reason to admit nobody.
     """
     step = _Step(order(running, now_s), free, limits)
     step.decode()

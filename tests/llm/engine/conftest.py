@@ -76,6 +76,11 @@ def model() -> MiMoV2ForCausalLM:
 
 
 @pytest.fixture(scope="session")
+def tiny_config() -> dict[str, Any]:
+    return TINY
+
+
+@pytest.fixture(scope="session")
 def make_model() -> Callable[..., MiMoV2ForCausalLM]:
     return build_model
 
@@ -116,7 +121,9 @@ def reference() -> Callable[..., list[int]]:
 class Harness:
     """Drives an engine step by step and keeps what it says about each request."""
 
-    def __init__(self, model: MiMoV2ForCausalLM, pools: DualPools, clock: Callable[[], float], **limits: int) -> None:
+    def __init__(
+        self, model: MiMoV2ForCausalLM, pools: DualPools, clock: Callable[[], float], **limits: int
+    ) -> None:
         bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
         self.pools = pools
         self.engine = Engine(model, pools, EngineLimits(**{**bounds, **limits}), self._take, clock=clock)
@@ -152,9 +159,7 @@ class Harness:
         return Request(request_id=name, sampling=sampling, arrived_s=float(self._arrivals), **fields)
 
     def submit(self, name: str, prompt: Sequence[int], **fields: Any) -> None:
-        self.engine.submit(
-            Start(self.request(name, prompt_ids=list(prompt), prompt_complete=True, **fields))
-        )
+        self.engine.submit(Start(self.request(name, prompt_ids=list(prompt), prompt_complete=True, **fields)))
 
     def run(self, steps: int = 2000) -> None:
         """Step until every request has left."""
@@ -181,6 +186,8 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         clock: Callable[[], float] = lambda: 0.0,
         **limits: int,
     ) -> Harness:
-        return Harness(model, make_pools(model.config, full=full, swa=swa, page_size=page_size), clock, **limits)
+        return Harness(
+            model, make_pools(model.config, full=full, swa=swa, page_size=page_size), clock, **limits
+        )
 
     return make

@@ -1,4 +1,4 @@
-"""The engine's output equals the uncached run token for token, however the work is cut, shared or interrupted."""
+"""The engine's output equals the uncached run token for token, however work is cut, shared or interrupted."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ def uncached(model: MiMoV2ForCausalLM, prompt: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 8, 9, 10, 17, 33, 70])
-def test_every_chunk_size(
-    model: MiMoV2ForCausalLM, make_pools: Pools, page_size: int, chunk: int
-) -> None:
+def test_every_chunk_size(model: MiMoV2ForCausalLM, make_pools: Pools, page_size: int, chunk: int) -> None:
     prompt = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1))
     cuts = [min(chunk, 70 - begin) for begin in range(0, 70, chunk)]
     with torch.inference_mode():

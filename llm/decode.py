@@ -1,0 +1,255 @@
+"""The decode worker: promises room for KV, takes it over from prefill, and decodes to the end.
+
+Event loop side; the computing is the engine's. Host memory is promised first, device pages follow when
+decoding starts, so that requests in transit never take pages from running ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from transom.errors import (
+    ContextLengthError,
+    DeadlineError,
+    OverloadedError,
+    ProtocolError,
+    TransomError,
+    UnavailableError,
+    from_info,
+)
+from transom.llm.config import DecodeConfig
+from transom.llm.kv_transfer import handoff_bytes, unpack_kv
+from transom.llm.request import Drop, Event, FailedEvent, Request, Start, StartedEvent, TokenEvent
+from transom.llm.worker import GB, LlmStage, check_deadline
+from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, RequestFailed, TokenChunk
+from transom.transport import Received, Transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request this worker knows: asked for -> granted -> arrived (in the engine)."""
+
+    reserve: KVReserve
+    host_bytes: int  # promised host memory; given back when decoding starts
+    granted: bool = False
+    arrived: bool = False
+    held: bool = False  # host_bytes count against the reserve
+
+    @property
+    def tokens(self) -> int:
+        return self.reserve.prompt_len
+
+
+class DecodeStage(LlmStage):
+    name = "decode"
+    config: DecodeConfig
+
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__(config)
+        self._jobs: dict[str, _Job] = {}
+        self._queue: dict[str, _Job] = {}  # not granted yet, oldest first
+        self._queued_tokens = 0
+        self._promised_bytes = 0
+
+    async def start(self, transport: Transport) -> None:
+        await super().start(transport)
+        self._dtype_bytes = next(self.model.parameters()).element_size()
+
+    def load(self) -> dict[str, float]:
+        return {
+            **super().load(),
+            "jobs": len(self._jobs),
+            "tokens": sum(job.tokens for job in self._jobs.values()),
+            "queued_requests": len(self._queue),
+            "promised_bytes": self._promised_bytes,
+        }
+
+    def jobs(self) -> int:
+        return len(self._jobs)
+
+    # Messages.
+
+    async def handle(self, received: Received) -> None:
+        message = received.message
+        match message:
+            case KVReserve():
+                self._take_reserve(message)
+            case KVHandoff():
+                self._take_handoff(message, received)
+            case Abort():
+                self._forget(message.request_id)
+                self.aborted.add(message.request_id, time.time())
+            case _:
+                raise ProtocolError(f"decode takes no {type(message).__name__}")
+
+    def _take_reserve(self, reserve: KVReserve) -> None:
+        request_id = reserve.request_id
+        if request_id in self.aborted or request_id in self._jobs:
+            return
+        self.transport.watch(reserve.gateway)
+        self.transport.watch(reserve.prefill)
+        need = handoff_bytes(self.model.config, reserve.prompt_len, self._dtype_bytes)
+        try:
+            self._check_admissible(reserve, need)
+        except TransomError as error:
+            self._refuse(reserve, error)
+            return
+        self._jobs[request_id] = self._queue[request_id] = _Job(reserve, need)
+        self._queued_tokens += reserve.prompt_len
+        self._grant_what_fits()
+
+    def _check_admissible(self, reserve: KVReserve, need: int) -> None:
+        if self.draining:
+            raise UnavailableError("the decode worker is shutting down")
+        check_deadline(reserve.deadline_s, time.time())
+        if reserve.prompt_len >= self.engine.context_len:
+            raise ContextLengthError(
+                f"the prompt has {reserve.prompt_len} tokens; decode has room for {self.engine.context_len},"
+                " output included"
+            )
+        if need > self.config.host_reserve_gb * GB:
+            raise ContextLengthError(
+                f"the KV of {reserve.prompt_len} tokens takes {need} bytes of host memory, host_reserve_gb"
+                f" allows {self.config.host_reserve_gb} GB"
+            )
+        limit = self.config.max_waiting_tokens
+        if self._queue and self._queued_tokens + reserve.prompt_len > limit:
+            raise OverloadedError(
+                f"{self._queued_tokens} prompt tokens wait for decode,"
+                f" {reserve.prompt_len} more would pass {limit}",
+                retry_after_s=self.retry_after_s(self._queued_tokens),
+            )
+
+    def _grant_what_fits(self) -> None:
+        """Promise host memory in the order of asking. Retracted KV counts too, but is never refused."""
+        limit = self.config.host_reserve_gb * GB
+        used = self._promised_bytes + self.engine.load()["retracted_bytes"]
+        while self._queue:
+            request_id, job = next(iter(self._queue.items()))
+            if used and used + job.host_bytes > limit:
+                return
+            self._unqueue(request_id)
+            job.granted = job.held = True
+            used += job.host_bytes
+            self._promised_bytes += job.host_bytes
+            self.tell(job.reserve.prefill, KVGrant(request_id=request_id))
+
+    def _take_handoff(self, handoff: KVHandoff, received: Received) -> None:
+        request_id = handoff.request_id
+        if request_id in self.aborted:
+            return
+        job = self._jobs.get(request_id)
+        if job is None or not job.granted or job.arrived:
+            # Its promise has expired, or was made by a process that died: it can't continue here.
+            self.report(handoff.gateway, request_id, TransomError("decode holds no room for this request"))
+            return
+        try:
+            host_kv = unpack_kv(handoff, received.frames, self.model.config)
+        except TransomError as error:
+            self._fail(request_id, error)
+            return
+        job.arrived = True
+        self.engine.submit(
+            Start(
+                Request(
+                    request_id,
+                    handoff.sampling,
+                    handoff.deadline_s,
+                    arrived_s=time.time(),
+                    prompt_ids=list(handoff.prompt_ids),
+                    prompt_complete=True,
+                    output_ids=[handoff.first_token],
+                    host_kv=host_kv,
+                )
+            )
+        )
+
+    # Events of the engine.
+
+    def on_event(self, event: Event) -> None:
+        job = self._jobs.get(event.request_id)
+        if job is None:
+            return
+        match event:
+            case StartedEvent():
+                self._give_back(job)
+                self._grant_what_fits()
+            case TokenEvent():
+                self._put_out(job, event)
+                if event.finish_reason is not None:
+                    self._forget(event.request_id)
+            case FailedEvent():
+                self._fail(event.request_id, from_info(event.error))
+
+    def _put_out(self, job: _Job, event: TokenEvent) -> None:
+        self.tell(
+            job.reserve.gateway,
+            TokenChunk(
+                request_id=event.request_id,
+                index=event.index,
+                token_ids=[event.token_id] if event.emit else [],
+                finish_reason=event.finish_reason,
+                logprobs=[event.logprob] if event.emit and event.logprob is not None else None,
+                timings_ms={f"decode_{name}": value for name, value in event.timings_ms.items()},
+            ),
+        )
+
+    # Ends.
+
+    def _unqueue(self, request_id: str) -> None:
+        job = self._queue.pop(request_id, None)
+        if job is not None:
+            self._queued_tokens -= job.reserve.prompt_len
+
+    def _give_back(self, job: _Job) -> None:
+        if job.held:
+            job.held = False
+            self._promised_bytes -= job.host_bytes
+
+    def _forget(self, request_id: str) -> None:
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return
+        self._unqueue(request_id)
+        self._give_back(job)
+        if job.arrived:
+            self.engine.submit(Drop(request_id))
+        self._grant_what_fits()
+        self.job_ended()
+
+    def _fail(self, request_id: str, error: TransomError) -> None:
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        self._forget(request_id)
+        if job.arrived:
+            self.report(job.reserve.gateway, request_id, error)
+        else:
+            self._refuse(job.reserve, error)
+
+    def _refuse(self, reserve: KVReserve, error: TransomError) -> None:
+        """Tell both sides that nothing will be decoded here."""
+        request_id = reserve.request_id
+        self.report(reserve.gateway, request_id, error)
+        self.tell(reserve.prefill, RequestFailed(request_id=request_id, error=error.info(), stage=self.name))
+        self.aborted.add(request_id, time.time())
+
+    def fail_all(self, error: TransomError) -> None:
+        for request_id in list(self._jobs):
+            self._fail(request_id, error)
+
+    def tick(self, now_s: float) -> None:
+        for request_id, job in list(self._jobs.items()):
+            if not job.arrived and job.reserve.deadline_s <= now_s:
+                self._fail(request_id, DeadlineError("the deadline passed before decoding could start"))
+        self._grant_what_fits()
+
+    def peer_lost(self, address: str) -> None:
+        for request_id, job in list(self._jobs.items()):
+            lost_prefill = job.reserve.prefill == address and not job.arrived
+            if lost_prefill or job.reserve.gateway == address:
+                self._forget(request_id)

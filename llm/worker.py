@@ -1,0 +1,225 @@
+"""What prefill and decode processes share: engine start, events onto the loop, aborted ids, draining.
+
+Runs on the event loop; the engine has its own thread and is reached through commands and events only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from transom.errors import ConfigError, DeadlineError, TransomError
+from transom.hub import resolve_model
+from transom.llm.capacity import plan_pools
+from transom.llm.config import LlmConfig
+from transom.llm.engine import Engine, EngineLimits
+from transom.llm.model.loader import load_language_model
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.pools import DualPools
+from transom.llm.request import Event
+from transom.messages import Message, RequestFailed
+from transom.stage import Stage
+from transom.transport import Frame, Transport
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+GB = 1_000_000_000
+
+
+class RecentIds:
+    """Ids remembered for a while, because an abort may overtake what it is about. Bounded."""
+
+    def __init__(self, keep_s: float = 60.0, limit: int = 100_000) -> None:
+        self._keep_s = keep_s
+        self._limit = limit
+        self._ids: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, request_id: str, now_s: float) -> None:
+        self._ids[request_id] = now_s
+        self._ids.move_to_end(request_id)
+        while self._ids and (
+            len(self._ids) > self._limit or next(iter(self._ids.values())) < now_s - self._keep_s
+        ):
+            self._ids.popitem(last=False)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ids
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of `name`; "auto" is CUDA if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r}: {error}") from None
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tuple[Engine, MiMoV2ForCausalLM]:
+    """Load the model and allocate the pools. Blocks for as long as that takes."""
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    # The MTP modules draft tokens; without speculative decoding nothing would run them.
+    model = load_language_model(resolve_model(config.model), dtype=dtype, device=device, mtp=False)
+    plan = plan_pools(
+        model.config,
+        budget_bytes=int(config.kv_memory_gb * GB),
+        dtype_bytes=dtype.itemsize,
+        page_size=config.page_size,
+        typical_len=config.typical_context_len,
+        release_interval=config.swa_release_interval,
+        chunk=config.max_batch_tokens,
+    )
+    logger.info(
+        "%s on %s in %s: %s", config.model, device, str(dtype).removeprefix("torch."), plan.describe()
+    )
+    limits = EngineLimits(
+        batch_tokens=config.max_batch_tokens,
+        running_requests=config.max_running_requests,
+        context_len=config.max_context_len or model.config.max_position_embeddings,
+        swa_release_interval=config.swa_release_interval,
+    )
+    return Engine(model, DualPools(model.config, plan, dtype=dtype, device=device), limits, emit), model
+
+
+class LlmStage(Stage):
+    """A stage around one engine. Subclasses say what messages and events mean."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        self.config = config
+        self.aborted = RecentIds()
+        self.draining = False
+        self._ended = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        self._fatal = ""
+        self._rate = _Rate()
+
+    async def start(self, transport: Transport) -> None:
+        self.transport = transport
+        loop = asyncio.get_running_loop()
+
+        def emit(events: list[Event]) -> None:
+            # The loop may be closing while the engine ends its last step.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._take_events, events)
+
+        def on_fatal(error: BaseException) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._engine_died, error)
+
+        self.engine, self.model = await asyncio.to_thread(build_engine, self.config, emit)
+        self.engine.start(on_fatal)
+        self._ticker = asyncio.create_task(self._tick_for_ever())
+
+    @abstractmethod
+    def on_event(self, event: Event) -> None:
+        """Take one engine event, on the loop."""
+
+    @abstractmethod
+    def tick(self, now_s: float) -> None:
+        """End what has waited past its deadline outside the engine."""
+
+    @abstractmethod
+    def jobs(self) -> int:
+        """Return how many requests this worker still holds."""
+
+    @abstractmethod
+    def fail_all(self, error: TransomError) -> None:
+        """End every request with `error`."""
+
+    def load(self) -> dict[str, float]:
+        engine = getattr(self, "engine", None)
+        return engine.load() if engine is not None else {}
+
+    def unready_reason(self) -> str | None:
+        return self._fatal or None
+
+    async def drain(self) -> None:
+        self.draining = True
+        while self.jobs():
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if hasattr(self, "engine"):
+            await asyncio.to_thread(self.engine.stop)
+
+    def job_ended(self) -> None:
+        """Wake up `drain`."""
+        self._ended.set()
+
+    def tell(self, address: str, message: Message, frames: Sequence[Frame] = ()) -> None:
+        """Send, or log why not: a peer that can't be reached is dealt with by `peer_lost`."""
+        try:
+            self.transport.send(address, message, frames)
+        except TransomError as error:
+            logger.warning("%s to %s was not sent: %s", type(message).__name__, address, error.message)
+
+    def report(self, gateway: str, request_id: str, error: TransomError) -> None:
+        """Tell the gateway that a request ends with `error`."""
+        logger.info("request %s fails: %s", request_id, error.message)
+        self.tell(gateway, RequestFailed(request_id=request_id, error=error.info(), stage=self.name))
+
+    def retry_after_s(self, tokens: int) -> float:
+        """Return in how many seconds `tokens` tokens will have been computed at the present rate."""
+        return min(max(1.0, round(tokens / max(self._rate.per_s, 50.0))), 60.0)
+
+    def _take_events(self, events: list[Event]) -> None:
+        for event in events:
+            try:
+                self.on_event(event)
+            except TransomError as error:
+                logger.warning("%s: %s", type(event).__name__, error.message)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._rate.update(self.engine.load()["computed_tokens"], time.monotonic())
+            self.tick(time.time())
+
+    def _engine_died(self, error: BaseException) -> None:
+        """Without its engine the process is useless: end it, whoever supervises it starts a new one."""
+        self._fatal = f"the engine stopped: {error}"
+        self.fail_all(TransomError(f"the {self.name} worker failed"))
+        signal.raise_signal(signal.SIGTERM)
+
+
+def check_deadline(deadline_s: float, now_s: float) -> None:
+    """Raise DeadlineError when the deadline has passed."""
+    if deadline_s <= now_s:
+        raise DeadlineError(f"the deadline passed {now_s - deadline_s:.1f} s ago")
+
+
+class _Rate:
+    """Tokens a second while busy, smoothed over some seconds."""
+
+    def __init__(self) -> None:
+        self.per_s = 0.0
+        self._tokens = 0.0
+        self._at_s: float | None = None
+
+    def update(self, tokens: float, now_s: float) -> None:
+        if self._at_s is not None and tokens > self._tokens:
+            rate = (tokens - self._tokens) / max(now_s - self._at_s, 1e-3)
+            self.per_s = rate if not self.per_s else 0.9 * self.per_s + 0.1 * rate
+        self._tokens, self._at_s = tokens, now_s
