@@ -1,0 +1,343 @@
+"""How requests end badly: every client gets a clear error and every worker is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.gateway.conftest import FleetFactory
+from tests.gateway.fake_workers import Script, ScriptedFleet, ScriptedWorker
+from tests.gateway.test_chat import PIXEL, user
+from transom.errors import ErrorInfo
+from transom.messages import Abort, EncodeJob, KVHandoff, PrefillJob, TokenChunk, TokenLogprob
+
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+WITH_IMAGE: dict[str, Any] = {"messages": user([{"type": "image_url", "image_url": {"url": PIXEL}}])}
+
+
+async def until_idle(fleet: ScriptedFleet) -> None:
+    async with asyncio.timeout(10):
+        await fleet.stage._table.wait_idle()
+    assert fleet.stage.load()["choices"] == 0
+    assert len(fleet.stage._table) == 0
+    assert fleet.stage._fleet is not None
+    fleet.stage._fleet.check_integrity()
+    assert all(worker.own_requests == 0 for worker in fleet.stage._fleet.workers())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_all_workers(fleet: ScriptedFleet, stream: bool) -> None:
+    fleet.script = Script(hold=asyncio.Event())
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(
+            session.post(f"{fleet.url}/v1/chat/completions", json=BODY | {"stream": stream})
+        )
+        await fleet.decodes[0].wait_for(KVHandoff)
+        if stream:  # the headers are out with the first token
+            (await asking).close()
+        else:
+            asking.cancel()
+        for worker in (*fleet.prefills, *fleet.decodes):
+            (abort,) = await worker.wait_for(Abort)
+            assert abort.request_id in fleet._jobs
+    await until_idle(fleet)
+
+
+async def test_a_client_that_goes_away_during_encoding_frees_the_encoder(fleet: ScriptedFleet) -> None:
+    fleet.encoders[0].on_message = None  # never answers
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE))
+        (job,) = await fleet.encoders[0].wait_for(EncodeJob)
+        asking.cancel()
+        for worker in fleet.workers:
+            (abort,) = await worker.wait_for(Abort)
+            assert abort.request_id == job.request_id
+    await until_idle(fleet)
+
+
+async def test_nothing_is_aborted_after_a_normal_end(
+    fleet: ScriptedFleet, client: openai.AsyncOpenAI
+) -> None:
+    for _ in range(3):
+        await client.chat.completions.create(model="mimo-nano", messages=WITH_IMAGE["messages"])
+    await until_idle(fleet)
+    assert [worker.aborted() for worker in fleet.workers] == [set(), set(), set()]
+
+
+async def test_a_gateway_stop_string_aborts_the_engine(
+    fleet: ScriptedFleet, client: openai.AsyncOpenAI
+) -> None:
+    hold = asyncio.Event()
+    fleet.script = Script(answer=lambda job: "one two three")
+
+    async def endless(received: Any) -> None:
+        handoff = received.message
+        if isinstance(handoff, KVHandoff):
+            ids = fleet.tokenizer.encode(" and STOP on")
+            chunk = TokenChunk(request_id=handoff.request_id, index=1, token_ids=ids)
+            fleet.decodes[0].transport.send(handoff.gateway, chunk)
+            await hold.wait()
+
+    fleet.decodes[0].on_message = endless
+    reply = await client.chat.completions.create(model="mimo-nano", messages=user("hi"), stop="STOP")
+    assert (reply.choices[0].message.content or "").endswith(" and ")
+    (abort,) = await fleet.decodes[0].wait_for(Abort)
+    assert abort.reason == "stop"
+
+
+@pytest.mark.parametrize("stage", ["encoder", "prefill", "decode"])
+async def test_a_lost_worker_fails_its_requests_and_nothing_else(
+    start_fleet: FleetFactory, stage: str
+) -> None:
+    fleet = await start_fleet(encoders=2, prefills=2, decodes=2)
+    fleet.script = Script(hold=asyncio.Event())
+    if stage == "encoder":
+        for worker in fleet.encoders:
+            worker.on_message = None
+    workers = {"encoder": fleet.encoders, "prefill": fleet.prefills, "decode": fleet.decodes}[stage]
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE))
+        waits = [
+            asyncio.create_task(one.wait_for(EncodeJob if stage == "encoder" else PrefillJob
+                                             if stage == "prefill" else KVHandoff))
+            for one in workers
+        ]  # fmt: skip
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        victim = workers[[task.done() for task in waits].index(True)]
+        for task in waits:
+            task.cancel()
+        await victim.stop()
+        async with await asking as response:
+            error = (await response.json())["error"]
+            assert response.status == 502
+        assert error["code"] == "stage_lost"
+        assert error["type"] == "server_error"
+        assert stage in error["message"]
+        # Nobody else got the request, and the fleet goes on without the lost worker.
+        others = [one for one in workers if one is not victim]
+        assert not any(isinstance(one.message, (PrefillJob, EncodeJob, KVHandoff)) for one in others[0].seen)
+        fleet.script.hold = None
+        fleet.wire()
+        await until_idle(fleet)
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE) as response:
+            assert response.status == 200, await response.text()
+    fleet.encoders, fleet.prefills, fleet.decodes = (
+        [one for one in group if one is not victim]
+        for group in (fleet.encoders, fleet.prefills, fleet.decodes)
+    )
+
+
+async def test_a_restarted_worker_fails_what_its_predecessor_held(fleet: ScriptedFleet) -> None:
+    fleet.script = Script(hold=asyncio.Event())
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.post(f"{fleet.url}/v1/chat/completions", json=BODY))
+        await fleet.decodes[0].wait_for(KVHandoff)
+        fleet.decodes[0].incarnation = "second"
+        async with await asking as response:
+            assert response.status == 502
+            assert "restarted" in (await response.json())["error"]["message"]
+    await until_idle(fleet)
+
+
+async def test_a_silent_worker_counts_as_lost(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(worker_timeout_s=0.4)
+    fleet.script = Script(hold=asyncio.Event())
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.post(f"{fleet.url}/v1/chat/completions", json=BODY))
+        await fleet.decodes[0].wait_for(KVHandoff)
+        fleet.decodes[0].answer_pings = False
+        async with await asking as response:
+            assert response.status == 502
+        async with session.get(f"{fleet.url}/ready") as response:
+            assert response.status == 503
+            assert (await response.json())["reason"] == "no ready decode"
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["code"] == "unavailable"
+
+
+async def test_the_deadline_ends_a_request_everywhere(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(request_timeout_s=0.3)
+    fleet.script = Script(hold=asyncio.Event())
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY) as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["code"] == "deadline_exceeded"
+        (abort,) = await fleet.decodes[0].wait_for(Abort)
+        assert abort.reason == "deadline"
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY | {"timeout": 9}) as response:
+            assert (await response.json())["error"]["param"] == "timeout"
+    await until_idle(fleet)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_workers_error_reaches_the_client(fleet: ScriptedFleet, stream: bool) -> None:
+    param = "messages[0].content[0].image_url.url"
+    fleet.script = Script(
+        encode_error=ErrorInfo(status=400, code="invalid_media", message="not an image", param=param)
+    )
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE | {"stream": stream}) as response,
+    ):
+        assert response.status == 400
+        assert await response.json() == {
+            "error": {
+                "message": "not an image",
+                "type": "invalid_request_error",
+                "param": param,
+                "code": "invalid_media",
+            }
+        }
+    await fleet.prefills[0].wait_for(Abort)
+    await until_idle(fleet)
+
+
+async def test_an_error_inside_a_stream_is_an_event(fleet: ScriptedFleet, client: openai.AsyncOpenAI) -> None:
+    fleet.script = Script(hold=asyncio.Event())
+    stream = await client.chat.completions.create(model="mimo-nano", messages=user("hi"), stream=True)
+    assert (await anext(aiter(stream))).choices
+    fleet.decodes[0].incarnation = "second"
+    with pytest.raises(openai.APIError, match="decode worker"):
+        [chunk async for chunk in stream]
+    await until_idle(fleet)
+
+
+async def test_a_quiet_stream_is_kept_alive(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(keepalive_s=0.05)
+    hold = asyncio.Event()
+    fleet.script = Script(hold=hold)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.url}/v1/chat/completions", json=BODY | {"stream": True}) as response,
+    ):
+        lines = []
+        async for line in response.content:
+            lines.append(line)
+            if line.startswith(b": keep-alive"):
+                hold.set()
+    assert any(line.startswith(b": keep-alive") for line in lines)
+    assert lines[-2:] == [b"data: [DONE]\n", b"\n"]
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_reader_that_stalls_is_given_up(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(write_timeout_s=0.2)
+    ids = fleet.tokenizer.encode("a long answer with all its alternatives")
+    logprobs = [TokenLogprob(id, -0.5, [(other, -9.0) for other in range(20)]) for id in ids] * 20
+
+    async def flood(received: Any) -> None:
+        handoff = received.message
+        if not isinstance(handoff, KVHandoff):
+            return
+        index = 1
+        while handoff.request_id not in fleet.decodes[0].aborted():
+            chunk = TokenChunk(
+                request_id=handoff.request_id, index=index, token_ids=ids * 20, logprobs=logprobs
+            )
+            fleet.decodes[0].transport.send(handoff.gateway, chunk)
+            index += len(chunk.token_ids)
+            await asyncio.sleep(0.001)
+
+    fleet.decodes[0].on_message = flood
+    host, port = fleet.url.removeprefix("http://").split(":")
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, (host, int(port)))
+    _reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
+    body = json.dumps(
+        BODY | {"stream": True, "max_tokens": 10_000, "logprobs": True, "top_logprobs": 20}
+    ).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    await writer.drain()
+    (abort,) = await fleet.decodes[0].wait_for(Abort)  # and we never read
+    assert abort.request_id in fleet._jobs
+    await until_idle(fleet)
+    writer.close()
+
+
+async def test_what_a_stranger_sends_is_not_taken(fleet: ScriptedFleet, client: openai.AsyncOpenAI) -> None:
+    """A worker that has no part in a request can't put words into its answer."""
+    stranger = ScriptedWorker("decode")
+    await stranger.start()
+    fleet.script = Script(hold=asyncio.Event())
+    asking = asyncio.create_task(client.chat.completions.create(model="mimo-nano", messages=user("hi")))
+    (handoff,) = await fleet.decodes[0].wait_for(KVHandoff)
+    fake = TokenChunk(request_id=handoff.request_id, index=1, token_ids=[1], finish_reason="stop")
+    for number in range(20):
+        stranger.transport.send(
+            handoff.gateway, TokenChunk(request_id=f"no-{number}", index=0, token_ids=[1])
+        )
+    stranger.transport.send(handoff.gateway, fake)
+    await stranger.transport.flush(5)
+    fleet.script.hold.set()  # type: ignore[union-attr]
+    assert (await asking).choices[0].message.content == "hello there"
+    await stranger.stop()
+
+
+async def test_too_much_at_once_is_refused_with_a_time_to_come_back(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(max_inflight=2)
+    hold = asyncio.Event()
+    fleet.script = Script(hold=hold)
+    url = f"{fleet.url}/v1/chat/completions"
+    async with aiohttp.ClientSession() as session:
+        first = [asyncio.create_task(session.post(url, json=BODY)) for _ in range(2)]
+        await fleet.decodes[0].wait_for(KVHandoff, 2)
+        async with session.post(url, json=BODY) as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "1"
+            error = (await response.json())["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+        hold.set()
+        assert [(await one).status for one in first] == [200, 200]
+    await until_idle(fleet)
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(drain_timeout_s=10)
+    hold = asyncio.Event()
+    fleet.script = Script(hold=hold)
+    url = f"{fleet.url}/v1/chat/completions"
+    async with aiohttp.ClientSession() as session:
+        running = asyncio.create_task(session.post(url, json=BODY))
+        await fleet.decodes[0].wait_for(KVHandoff)
+        assert fleet.runner is not None
+        fleet.runner._stop.set()
+        async with asyncio.timeout(10):
+            while (await session.get(f"{fleet.url}/ready")).status != 503:
+                pass
+        async with session.post(url, json=BODY) as response:
+            assert response.status == 503
+        hold.set()
+        async with await running as response:
+            assert (await response.json())["choices"][0]["message"]["content"] == "hello there"
+
+
+async def test_disconnects_at_random_times_leave_nothing(fleet: ScriptedFleet) -> None:
+    fleet.script = Script(answer=lambda job: "a b c d e f g h i j k l m n o p")
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(number: int) -> None:
+            try:
+                async with asyncio.timeout(0.001 * (number % 30)):
+                    body = (WITH_IMAGE if number % 2 else BODY) | {"stream": number % 3 == 0}
+                    async with session.post(f"{fleet.url}/v1/chat/completions", json=body) as response:
+                        await response.read()
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(ask(number) for number in range(150)))
+    await until_idle(fleet)
