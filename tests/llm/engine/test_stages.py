@@ -355,23 +355,22 @@ async def test_aborts_at_any_time_leave_nothing(gateway: Gateway) -> None:
 async def test_lost_decode_worker(workers: tuple[Worker, Worker], checkpoint: Path) -> None:
     """kill -9 while requests are on their way to it: prefill reports them and goes on serving."""
     prefill, decode = workers
-    # A reserve of 2 kB holds one short prompt: the others wait in prefill for a grant.
     doomed = Worker("decode", checkpoint, *FLAGS)
     async with connected(prefill.inbox, doomed.inbox) as gateway:
-        gateway.job("waits", TextPart(prompt_of(5)), MediaPart(0, "image"), max_tokens=5000)
-        gateway.job("decodes", TextPart(prompt_of(5)), max_tokens=5000)
-        await gateway.until(lambda: len(gateway.tokens.get("decodes", {})) > 3)
+        gateway.job("parked", TextPart(prompt_of(5)), MediaPart(0, "image"), max_tokens=5000)
+        gateway.job("running", TextPart(prompt_of(5)), max_tokens=5000)
+        await gateway.until(lambda: len(gateway.tokens.get("running", {})) > 3)
         lost: list[str] = []
         gateway.transport.on_peer_lost = lost.append
         gateway.transport.watch(doomed.inbox)
         assert (await gateway.load(doomed.inbox))["running_requests"] == 1
         doomed.kill()
-        await gateway.finished("waits")
-        assert gateway.failures["waits"].error.status == 502
-        assert "decode" in gateway.failures["waits"].error.message
+        await gateway.finished("parked")
+        assert gateway.failures["parked"].error.status == 502
+        assert "decode" in gateway.failures["parked"].error.message
         gateway.decode = decode.inbox
-        gateway.job("after", TextPart(prompt_of(5)))
-        await gateway.finished("after")
+        gateway.job("next", TextPart(prompt_of(5)))
+        await gateway.finished("next")
         assert lost == [doomed.inbox]
         await gateway.until_empty()
 
@@ -379,9 +378,9 @@ async def test_lost_decode_worker(workers: tuple[Worker, Worker], checkpoint: Pa
 async def test_lost_gateway(workers: tuple[Worker, Worker]) -> None:
     prefill, decode = workers
     async with connected(prefill.inbox, decode.inbox) as gone:
-        gone.job("waits", TextPart(prompt_of(5)), MediaPart(0, "image"))
-        gone.job("decodes", TextPart(prompt_of(5)), max_tokens=5000)
-        await gone.until(lambda: len(gone.tokens.get("decodes", {})) > 3)
+        gone.job("orphan", TextPart(prompt_of(5)), MediaPart(0, "image"))
+        gone.job("streaming", TextPart(prompt_of(5)), max_tokens=5000)
+        await gone.until(lambda: len(gone.tokens.get("streaming", {})) > 3)
     async with connected(prefill.inbox, decode.inbox) as gateway:
         await gateway.until_empty()
         assert (await gateway.load(prefill.inbox))["jobs"] == 0
