@@ -186,6 +186,7 @@ class Up:
     async def _serve(self, supervisor: Supervisor) -> None:
         """Start everything, tell the person, and stay until the supervisor fails."""
         with self._progress():
+            self._say(f"starting {', '.join(self._plan.workers)}, then the gateway")
             specs = list(self._plan.workers.values())
             ready = dict(zip(self._plan.workers, await supervisor.start(specs), strict=True))
             gateway = (await supervisor.start([self._gateway(ready)]))[0]
