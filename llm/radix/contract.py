@@ -1,4 +1,4 @@
-"""What passes between the radix tree and the engine around it: the pools it frees to, matches, locks, results.
+"""What passes between the radix tree and the engine: the pools it frees to, matches, locks, results.
 
 Used in prefill and decode workers. Knows neither torch nor requests.
 """
@@ -60,7 +60,7 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class Lock:
-    """A request's hold on its cached prefix: full pages from the root to `node`, SWA pages from `swa_start`."""
+    """A request's hold on its cached prefix: full pages from the root to `node`, SWA from `swa_start`."""
 
     node: Node
     namespace: str

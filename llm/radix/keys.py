@@ -41,7 +41,7 @@ class Key:
         return np.frombuffer(self.raw, "<i8")
 
     def extended(self, token_ids: ArrayLike) -> Key:
-        """Return the key with generated tokens appended; it copies, so call it once a request, not once a token."""
+        """Return the key with generated tokens appended. Copies: for once a request, not once a token."""
         return Key(self.raw + _token_bytes(token_ids), self.namespace)
 
 

@@ -75,8 +75,8 @@ def new_root() -> Node:
 class NodeStore:
     """All nodes' accounting, in tokens; `epoch` changes whenever a node's shape or liveness does.
 
-    The full list holds each node without full pins, the SWA lists each live node without SWA pins. In the full
-    list a parent is always hotter than its children, hence the coldest node is a leaf.
+    The full list holds each node without full pins, the SWA lists each live node without SWA pins. In the
+    full list a parent is always hotter than its children, hence the coldest node is a leaf.
     """
 
     def __init__(self, page_size: int, live_len: int) -> None:
@@ -113,7 +113,7 @@ class NodeStore:
         self.epoch += 1
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut at a token position and return the new upper node; `node` keeps the lower part and its locks."""
+        """Cut at a token position; return the new upper node, `node` keeps the lower part and its locks."""
         assert node.start < at < node.end
         parent = node.parent
         assert parent is not None

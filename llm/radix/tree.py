@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from transom.llm.radix.contract import NO_PAGES, Inserted, Lock, Match, PagePools, TreeStats
+from transom.llm.radix.integrity import PoolCounts, check_tree
 from transom.llm.radix.keys import TOKEN_BYTES, Key, common_tokens
 from transom.llm.radix.node import Node, NodeStore, Pages, Rank, new_root
 from transom.llm.radix.retention import Window
@@ -30,6 +31,7 @@ class RadixTree:
         self.live_len = -(-window // page_size) * page_size
         self.stats = TreeStats()
         self.roots: dict[str, Node] = {}
+        self.locks: set[Lock] = set()
         self.store = NodeStore(page_size, self.live_len)
         self._pools = pools
 
@@ -96,7 +98,9 @@ class RadixTree:
         if node.end > match.length:
             node = self.store.split(node, match.length)
         self._pin_path(node, None)
-        return Lock(node, match.namespace, self._pin_window(node, hit=True))
+        lock = Lock(node, match.namespace, self._pin_window(node, hit=True))
+        self.locks.add(lock)
+        return lock
 
     def release_swa(self, lock: Lock) -> None:
         """Give up the SWA window early: the request has computed a whole window of its own since."""
@@ -112,19 +116,17 @@ class RadixTree:
         assert lock.held, "unlocked twice"
         self.release_swa(lock)
         lock.held = False
+        self.locks.remove(lock)
         node: Node | None = lock.node
         while node is not None:
             self.store.unpin_full(node)
             node = node.parent
         frees = _Frees()
-        last = self._prune(lock.node, frees)
+        self._tidy(lock.node, frees)
         frees.flush(self._pools)
-        self._merge_around(last)
-        if last is self.roots[lock.namespace] and not last.children and not last.full_pins:
-            del self.roots[lock.namespace]
 
     def insert(self, key: Key, pages: Pages, lock: Lock, *, keep: Sequence[Window] = ()) -> Inserted:
-        """Take over a request's own `pages`, those from position lock.length on, and move its lock to their end.
+        """Take over a request's own `pages`, from position lock.length on, and move its lock to their end.
 
         The pools say which of them have SWA pages; `keep` ranks those, as plan_retention returns. What the
         tree has already is freed as duplicate; SWA pages that it lacks move to its own full pages. Only pages
@@ -159,31 +161,27 @@ class RadixTree:
         """
         frees = _Frees()
         while frees.full_tokens < tokens and (node := self.store.full_lru.coldest()) is not None:
-            self._evict_leaf(node, frees)
-        self.stats.full_evicted_tokens += frees.full_tokens
-        self.stats.swa_evicted_tokens += frees.swa_tokens
-        frees.flush(self._pools)
+            assert not node.children, "the coldest node must be a leaf"
+            self._evict(node, frees)
+        self._count_evicted(frees)
         return frees.full_tokens
 
     def evict_swa(self, tokens: int) -> int:
         """Free SWA pages of at least so many tokens, lowest rank and coldest first; return how many.
 
-        Inner nodes and pinned leaves become tombstones, unpinned leaves go as a whole.
+        Inner nodes and pinned leaves become tombstones, unpinned leaves go as a whole. Fewer only if
+        everything left is pinned.
         """
         frees = _Frees()
         for lru in self.store.swa_lrus:
             while frees.swa_tokens < tokens and (node := lru.coldest()) is not None:
-                if node.children or node.full_pins:
-                    frees.swa.append(node.pages)
-                    frees.swa_tokens += len(node)
-                    self.store.set_tombstone(node)
-                    self._merge_around(node)
-                else:
-                    self._evict_leaf(node, frees)
-        self.stats.full_evicted_tokens += frees.full_tokens
-        self.stats.swa_evicted_tokens += frees.swa_tokens
-        frees.flush(self._pools)
+                self._evict(node, frees)
+        self._count_evicted(frees)
         return frees.swa_tokens
+
+    def check_integrity(self, full: PoolCounts | None = None, swa: PoolCounts | None = None) -> None:
+        """Assert that counters, lists, pins and pages agree, and with counts that no page is lost."""
+        check_tree(self.roots, self.store, self.locks, self._pools, full, swa)
 
     def _common(self, key: Key, depth: int, node: Node, stop: int) -> int:
         tokens = common_tokens(key.raw, depth, node.key, 0, min(len(node), stop - depth))
@@ -292,15 +290,26 @@ class RadixTree:
                 return
         self.store.merge(node)
 
-    def _evict_leaf(self, node: Node, frees: _Frees) -> None:
-        assert not node.children, "the coldest node must be a leaf"
+    def _evict(self, node: Node, frees: _Frees) -> None:
         if node.live:
             frees.swa.append(node.pages)
             frees.swa_tokens += len(node)
             self.store.set_tombstone(node)
-        root = self._prune(node, frees)
-        if root.parent is None and not root.children and not root.full_pins:
-            self.roots = {name: other for name, other in self.roots.items() if other is not root}
+        self._tidy(node, frees)
+
+    def _count_evicted(self, frees: _Frees) -> None:
+        self.stats.full_evicted_tokens += frees.full_tokens
+        self.stats.swa_evicted_tokens += frees.swa_tokens
+        frees.flush(self._pools)
+
+    def _tidy(self, node: Node, frees: _Frees) -> None:
+        """Remove what no match can end in from `node` upwards, and join what remains with its likes."""
+        last = self._prune(node, frees)
+        if last.parent is None:
+            if not last.children and not last.full_pins:
+                self.roots = {name: root for name, root in self.roots.items() if root is not last}
+        else:
+            self._merge_around(last)
 
     def _prune(self, node: Node, frees: _Frees) -> Node:
         """Remove unpinned tombstone leaves from `node` up, as no match ends in them; return what remains."""
