@@ -1,0 +1,300 @@
+"""What the API refuses: always an OpenAI-shaped 4xx that names the field, never a crash."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from transom.errors import RequestError
+from transom.gateway.media import decode_data_url
+from transom.gateway.parse import parse_chat, parse_completion
+from transom.gateway.schema import Limits
+
+LIMITS = Limits(
+    vocab_size=1491, default_max_tokens=64, max_choices=4, max_media_items=3, max_media_bytes=3000
+)
+PNG = "data:image/png;base64," + base64.b64encode(b"bytes").decode()
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], **changes}
+
+
+def with_part(part: Any) -> dict[str, Any]:
+    return body(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
+
+
+def image(url: Any, **more: Any) -> dict[str, Any]:
+    return with_part({"type": "image_url", "image_url": {"url": url, **more}})
+
+
+def refused(value: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(value if isinstance(value, bytes) else json.dumps(value).encode(), LIMITS)
+    assert caught.value.status == 400
+    return caught.value
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+URL = "messages[0].content[1].image_url.url"
+CASES: list[tuple[Any, str | None, str]] = [
+    (b"", None, "not valid JSON"),
+    (b"{", None, "not valid JSON"),
+    (b'{"messages": NaN}', None, "not valid JSON"),
+    (b'{"messages": "\\ud800"}', None, "not valid JSON"),
+    (b"\xff\xfe", None, "not valid JSON"),
+    (b"[]", None, "expected an object"),
+    (b"[" * 500 + b"]" * 500, None, "nests deeper than 64"),
+    (b"[" * 100_000, None, "not valid JSON"),
+    ({"model": "m"}, "messages", "missing"),
+    (body(messages=[]), "messages", "at least 1"),
+    (body(messages="hi"), "messages", "expected an array, got a string"),
+    (body(messages=[1]), "messages[0]", "expected an object"),
+    (body(messages=[{"content": "x"}]), "messages[0].role", "missing"),
+    (body(messages=[{"role": "root", "content": "x"}]), "messages[0].role", "'root' is not one of"),
+    (body(messages=[{"role": "user"}]), "messages[0].content", "missing"),
+    (body(messages=[{"role": "user", "content": 3}]), "messages[0].content", "expected a string or"),
+    (body(messages=[{"role": "user", "content": []}]), "messages[0].content", "at least 1"),
+    (body(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id", "missing"),
+    (body(messages=[{"role": "assistant"}]), "messages[0].content", "required unless"),
+    (with_part("x"), "messages[0].content[1]", "expected an object"),
+    (with_part({"type": "pdf"}), "messages[0].content[1].type", "'pdf' is not one of"),
+    (with_part({"type": "text"}), "messages[0].content[1].text", "missing"),
+    (with_part({"type": "image_url"}), "messages[0].content[1].image_url", "missing"),
+    (with_part({"type": "image_url", "image_url": "x"}), "messages[0].content[1].image_url", "an object"),
+    (image(5), URL, "expected a string"),
+    (image(""), URL, "empty"),
+    (image("file:///etc/passwd"), URL, "'file' is not allowed"),
+    (image("FTP://host/x"), URL, "'ftp' is not allowed"),
+    (image("http:///x"), URL, "no host"),
+    (image("http://host:99999/"), URL, "not a valid URL"),
+    (image("http://[::1/"), URL, "not a valid URL"),
+    (image("http://me:secret@host/"), URL, "user names and passwords"),
+    (image("http://host/a b"), URL, "space or control"),
+    (image("http://host/" + "a" * 9000), URL, "at most 8192"),
+    (image("data:image/png,abc"), URL, "not marked ';base64'"),
+    (image("data:image/png;base64"), URL, "a comma"),
+    (image("data:image/png;base64,@@@@"), URL, "outside the alphabet"),
+    (image("data:image/png;base64,YQ"), URL, "not valid base64"),
+    (image("data:image/png;base64,YQ==YQ=="), URL, "not valid base64"),
+    (image("data:image/png;base64,Y Q="), URL, "white space"),
+    (image("data:image/png;base64,-_-_"), URL, "URL-safe"),
+    (image("data:image/png;base64,"), URL, "no data"),
+    (image("data:image/png;base64,é"), URL, "not valid base64"),
+    (image("data:text/html;base64,YQ=="), URL, "'text/html' is not image"),
+    (image("data:image/png;base64," + "A" * 4100), URL, "at most 3000"),
+    (image(PNG, detail="ultra"), "messages[0].content[1].image_url.detail", "'ultra'"),
+    (image(PNG, min_pixels=9, max_pixels=4), "messages[0].content[1].image_url.min_pixels", "more than"),
+    (image(PNG, max_pixels=0), "messages[0].content[1].image_url.max_pixels", "at least 1"),
+    (
+        with_part({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,YQ==,YQ=="}}),
+        "messages[0].content[1].video_url.url",
+        "lists of JPEG",
+    ),
+    (
+        with_part({"type": "video_url", "video_url": {"url": "http://h/v", "fps": 0}}),
+        "messages[0].content[1].video_url.fps",
+        "out of range",
+    ),
+    (
+        with_part({"type": "input_audio", "input_audio": {"data": "YQ==", "format": "exe"}}),
+        "messages[0].content[1].input_audio.format",
+        "'exe'",
+    ),
+    (
+        body(messages=[{"role": "system", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}]),
+        "messages[0].content[0].type",
+        "not allowed in a message of role system",
+    ),
+    (
+        body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}] * 4}]),
+        "messages[0].content[3].type",
+        "more than 3 media items",
+    ),
+    (body(n=0), "n", "at least 1"),
+    (body(n=10**30), "n", "at most 4"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e999}', None, "infinity"),
+    (body(n=1.5), "n", "expected an integer"),
+    (body(n=True), "n", "expected an integer, got a boolean"),
+    (body(temperature=3), "temperature", "at most 2"),
+    (body(temperature="hot"), "temperature", "expected a number"),
+    (body(top_p=-0.1), "top_p", "at least 0"),
+    (body(max_tokens=0), "max_tokens", "at least 1"),
+    (body(max_tokens=4, max_completion_tokens=5), "max_tokens", "contradicts"),
+    (body(stop=["a"] * 17), "stop", "at most 16"),
+    (body(stop=[""]), "stop[0]", "expected a string of 1"),
+    (body(stop=7), "stop", "expected a string or an array"),
+    (body(logit_bias={"x": 1}), "logit_bias", "no token id"),
+    (body(logit_bias={"5": 101}), "logit_bias.5", "at most 100"),
+    (body(top_logprobs=3), "top_logprobs", "together with logprobs"),
+    (body(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
+    (body(stream="yes"), "stream", "expected a boolean"),
+    (body(stream_options={"include_usage": True}), "stream_options", "together with stream"),
+    (body(response_format={"type": "json_object"}), "response_format.type", "'json_object' is not supported"),
+    (body(response_format={"type": "json_schema"}), "response_format.type", "not supported"),
+    (body(functions=[{"name": "f"}]), "functions", "not supported"),
+    (body(modalities=["text", "audio"]), "modalities", "only text"),
+    (body(guided_json={}), "guided_json", "not supported"),
+    (body(chat_template="{{ 7 }}"), "chat_template", "not supported"),
+    (body(chat_template_kwargs={"messages": []}), "chat_template_kwargs.messages", "not supported"),
+    (body(reasoning_effort="huge"), "reasoning_effort", "'huge'"),
+    (body(tools=[{"type": "web"}]), "tools[0].type", "'web'"),
+    (body(tools=[{"type": "function", "function": {"name": "<x>"}}]), "tools[0].function.name", "'<x>'"),
+    (body(tool_choice="required"), "tool_choice", "no tools"),
+    (
+        body(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "other"}}),
+        "tool_choice.function.name",
+        "'other' is not the name",
+    ),
+    (
+        body(
+            messages=[
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{oops"}}]}
+            ]
+        ),
+        "messages[0].tool_calls[0].function.arguments",
+        "JSON",
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "param", "words"), CASES)
+def test_a_bad_request_names_its_fault(value: Any, param: str | None, words: str) -> None:
+    error = refused(value)
+    assert error.param == param
+    assert words in error.message
+    assert len(error.message) < 400
+
+
+def test_an_error_never_repeats_a_payload() -> None:
+    secret = base64.b64encode(b"private picture" * 20).decode()
+    for url in (f"data:image/png;base64,{secret[:-4]}*{secret}", f"data:image/png;base64,{secret}" * 20):
+        error = refused(image(url))
+        assert secret[:12] not in error.message
+    assert "secret" not in refused(image("http://me:secret@host/")).message
+
+
+@pytest.mark.parametrize(
+    "media_type", ["image/png", "IMAGE/PNG", "Image/Jpeg; charset=x", "", "application/octet-stream"]
+)
+@pytest.mark.parametrize("scheme", ["data", "DATA", "Data"])
+def test_data_urls_are_read_whatever_their_case(media_type: str, scheme: str) -> None:
+    url = f"{scheme}:{media_type};BASE64,{base64.b64encode(b'abc').decode()}"
+    request = parse_chat(orjson.dumps(image(url)), LIMITS)
+    assert request.media[0].data == b"abc"
+
+
+@given(data=st.binary(min_size=1, max_size=2000))
+def test_base64_comes_back(data: bytes) -> None:
+    url = "data:audio/wav;base64," + base64.b64encode(data).decode()
+    assert decode_data_url(url, "audio", "p", 2000) == data
+
+
+def test_base64_longer_than_one_piece() -> None:
+    data = bytes(range(256)) * 8192 + b"x"
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    assert decode_data_url(url, "video", "p", len(data)) == data
+    with pytest.raises(RequestError, match=f"at most {len(data) - 1}"):
+        decode_data_url(url, "video", "p", len(data) - 1)
+
+
+def test_harmless_and_unknown_fields_are_ignored() -> None:
+    request = parse_chat(
+        orjson.dumps(
+            body(
+                user="u", metadata={"a": "b"}, store=True, service_tier="auto", functions=[], best_of=1,
+                response_format={"type": "text"}, frequency_penalty=None, unheard_of=1, top_k=-1,
+                stream_options=None,
+            )
+        ),
+        LIMITS,
+    )  # fmt: skip
+    assert request.generation.sampling.top_k == 0
+    assert request.generation.sampling.max_tokens == 64
+
+
+def test_a_seed_repeats_and_none_is_random() -> None:
+    seeds = {parse_chat(orjson.dumps(body()), LIMITS).generation.sampling.seed for _ in range(5)}
+    assert len(seeds) == 5
+    assert parse_chat(orjson.dumps(body(seed=-7)), LIMITS).generation.sampling.seed >= 0
+    assert parse_chat(orjson.dumps(body(top_p=0)), LIMITS).generation.sampling.top_k == 1
+
+
+def test_an_assistant_turn_comes_back_as_clients_send_it() -> None:
+    """The SDK's own message object, dumped with all its nulls, is taken; thinking is split off."""
+    turn = {
+        "role": "assistant", "content": "<think>hm</think>yes", "refusal": None, "audio": None,
+        "function_call": None, "tool_calls": None, "annotations": [],
+    }  # fmt: skip
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1]}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        turn,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "seen"}]},
+    ]
+    request = parse_chat(orjson.dumps(body(messages=messages)), LIMITS)
+    assert request.messages[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert request.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": [1]}
+    assert request.messages[3]["content"] == "seen"
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    | st.sampled_from(["user", "assistant", "text", "image_url", "data:image/png;base64,YQ==", "auto"]),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(
+        st.sampled_from(
+            ["type", "text", "image_url", "url", "video_url", "input_audio", "data", "format", "role",
+             "content", "function", "name", "arguments", "tool_calls", "fps", "detail"]
+        ),
+        inner,
+        max_size=5,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+FIELDS = [
+    "messages", "tools", "tool_choice", "stop", "n", "logit_bias", "stream", "stream_options", "temperature",
+    "top_k", "max_tokens", "seed", "logprobs", "top_logprobs", "response_format", "chat_template_kwargs",
+    "modalities", "stop_token_ids", "cache_salt", "priority", "timeout", "model", "prompt", "echo",
+]  # fmt: skip
+
+
+def _taken_or_refused(parse: Any, data: bytes) -> None:
+    try:
+        parse(data, LIMITS)
+    except RequestError as error:
+        refusal = error
+    else:
+        return
+    assert 400 <= refusal.status < 500
+    assert len(refusal.message) < 1000
+
+
+@given(content=JSON)
+@example(content=[{"type": "image_url", "image_url": {"url": "http://[1"}}])
+def test_any_content_is_taken_or_refused(content: Any) -> None:
+    value = body(messages=[{"role": "user", "content": content}])
+    _taken_or_refused(parse_chat, json.dumps(value).encode())
+
+
+@settings(max_examples=60)
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_any_field_is_taken_or_refused(changes: dict[str, Any]) -> None:
+    _taken_or_refused(parse_chat, json.dumps(body(**changes)).encode())
+    _taken_or_refused(parse_completion, json.dumps({"prompt": "x", **changes}).encode())
+
+
+@given(data=st.binary(max_size=40))
+def test_any_bytes_are_taken_or_refused(data: bytes) -> None:
+    _taken_or_refused(parse_chat, data)
