@@ -6,6 +6,7 @@ Decode worker. The header decides before any raster is allocated. Knows nothing 
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,14 +59,16 @@ def target_size(height: int, width: int, job: ImageJob) -> tuple[int, int]:
 
 
 @contextmanager
-def _as_media_error() -> Iterator[None]:
+def _as_media_error(job: ImageJob) -> Iterator[None]:
     """Turn what the libraries raise on bad bytes into a MediaError."""
     try:
         yield
     except MediaError:
         raise
     except Image.DecompressionBombError as error:
-        raise MediaError(f"image is too large to decode: {error}") from None
+        claimed = re.search(r"\d+ pixels", str(error))
+        size = claimed[0] if claimed else "too many pixels"
+        raise MediaError(f"image of {size}, limit {job.max_image_pixels}") from None
     except MemoryError:
         raise MediaError("image needs more memory to decode than a decoder may use") from None
     except (OSError, ValueError, SyntaxError, EOFError, OverflowError, IndexError, KeyError, TypeError,
@@ -79,11 +82,11 @@ def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
     """Decode a picture upright and opaque; raise MediaError when it can't be, with the reason."""
     if not len(data):
         raise MediaError("image is empty (0 bytes)")
-    # Pillow refuses above twice this; its warning between is not of interest.
-    Image.MAX_IMAGE_PIXELS = max(job.max_image_pixels // 2, 1)
+    # Also guards pictures inside of pictures. Pillow refuses above twice this, its warning is not needed.
+    Image.MAX_IMAGE_PIXELS = job.max_image_pixels
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _as_media_error():
+        with _as_media_error(job):
             try:
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
             except UnidentifiedImageError:
@@ -97,11 +100,12 @@ def _decode(image: Image.Image, data: memoryview, job: ImageJob) -> DecodedImage
     width, height = image.size
     if width * height > job.max_image_pixels:
         raise MediaError(f"image of {width}x{height} = {width * height} pixels, limit {job.max_image_pixels}")
+    stored_target = target_size(height, width, job)
+    if image.format == "PNG":
+        # Asking a PNG for its EXIF loads it, and a second load would not tell what the first one met.
+        image.load()
     orientation = _orientation(image)
-    upright = (width, height) if orientation in _TRANSPOSED else (height, width)
-    target = target_size(*upright, job)
-    # In the stored orientation, so that decoders can scale.
-    stored_target = target[::-1] if orientation in _TRANSPOSED else target
+    target = stored_target[::-1] if orientation in _TRANSPOSED else stored_target
     pixels = None
     if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L") and job.frame_index == 0:
         pixels = _fast_jpeg(data, image.size, stored_target, job)
@@ -111,6 +115,8 @@ def _decode(image: Image.Image, data: memoryview, job: ImageJob) -> DecodedImage
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":  # turned by Pillow itself while loading
+        return 1
     try:
         value = image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception:  # a broken EXIF block must not cost the picture

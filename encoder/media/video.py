@@ -23,6 +23,8 @@ from transom.kernels.smart_resize import UnusableSizeError, smart_resize, video_
 
 Pixels = NDArray[np.uint8]
 _UNORDERED = -1
+# Containers with an index of keyframes; a jump in others lands anywhere.
+_INDEXED_FORMATS = ("mov", "matroska")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def index_frames(container: Any, stream: Any) -> FrameIndex:
     timed = base > 0
     try:
         for packet in container.demux(stream):
-            if packet.size == 0:
+            # A file that ends early ends within a packet, which is marked.
+            if packet.size == 0 or packet.is_corrupt:
                 continue
             # Nothing before the first keyframe can be decoded.
             if not keys and not packet.is_keyframe:
@@ -179,29 +182,33 @@ def _by_time(
     """
     goals = [index.pts[number] for number in wanted]
     keys = np.asarray(index.keyframes)
+    jumps = container.format.name.startswith(_INDEXED_FORMATS)
     position = 0
     current = index.keyframes[0]
     while position < len(goals):
         start = int(keys[max(int(np.searchsorted(keys, goals[position], side="right")) - 1, 0)])
-        if start > current:
+        jumped = jumps and start > current
+        if jumped:
             container.seek(start, stream=stream, backward=True, any_frame=False)
-            current = start
-        progressed = False
         for frame in _decoded(container, stream):
-            if frame.pts is None or frame.pts < goals[position]:
+            if frame.pts is None:
+                continue
+            if jumped and frame.pts > start:
+                # The container's own index is wrong: go through all frames instead.
+                container.seek(index.keyframes[0], stream=stream, backward=True, any_frame=False)
+                jumps = False
+                break
+            jumped = False
+            current = max(current, frame.pts)
+            if frame.pts < goals[position]:
                 continue
             hit = position
             while position < len(goals) and goals[position] <= frame.pts:
                 position += 1
             yield hit, frame
-            progressed = True
-            current = max(current, frame.pts)
-            if position >= len(goals) or _jump_pays(keys, current, goals[position]):
+            if position >= len(goals) or (jumps and _jump_pays(keys, current, goals[position])):
                 break
         else:
-            # The stream ended: nothing later exists.
-            return
-        if not progressed:
             return
 
 
