@@ -6,11 +6,16 @@ by reference, so that an evicted entry's memory goes with its last view.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from os import getpid
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transom.shared_cache.contract import (
     DEFAULT_CLAIM_S,
@@ -126,6 +131,8 @@ class HeapClaim(Claim):
         self.key = key
         self._cache = cache
         self._meta: EntryMeta | None = None
+        self._owner: NDArray[np.uint8] | None = None
+        self._pin: NDArray[np.uint8] | None = None
         self._view: memoryview | None = None
 
     def reserve(self, meta: EntryMeta) -> memoryview | None:
@@ -133,19 +140,23 @@ class HeapClaim(Claim):
         if self._meta is not None or not self._cache.fits(data_bytes + len(meta.user)):
             return None
         self._meta = meta
-        self._view = memoryview(bytearray(data_bytes))
+        self._owner = np.empty(data_bytes, np.uint8)
+        # All writable views keep this array alive, so that commit can tell whether there are any.
+        self._pin = np.frombuffer(self._owner.data, np.uint8)
+        self._view = self._pin.data
         return self._view
 
     def commit(self) -> Lease | None:
-        if self._meta is None or self._view is None:
+        if self._meta is None or self._owner is None or self._pin is None or self._view is None:
             raise ValueError(f"claim of {self.key}: nothing is reserved")
-        entry = _Entry(self._meta, self._view.toreadonly())
-        try:
+        with contextlib.suppress(BufferError):
             self._view.release()
-        except BufferError:
-            raise ValueError(f"claim of {self.key}: views of the reserved bytes are still in use") from None
-        self._view = None
-        return self._cache.end_claim(self, entry)
+        alive = weakref.ref(self._pin)
+        self._pin = None
+        if (pin := alive()) is not None:
+            self._pin = pin
+            raise ValueError(f"claim of {self.key}: views of the reserved bytes are still in use")
+        return self._cache.end_claim(self, _Entry(self._meta, self._owner.data.toreadonly()))
 
     def abandon(self) -> None:
         self._cache.end_claim(self, None)
