@@ -133,7 +133,7 @@ def _decode_base64(payload: str, param: str, limit_bytes: int) -> bytes:
     if not payload:
         raise MediaError(f"{param}: no data", param=param)
     try:
-        if "=" in payload[:-2]:
+        if payload.find("=", 0, -2) >= 0:
             raise binascii.Error("padding in the middle")
         # In pieces: one call on a large payload would hold the interpreter, and with it the event loop.
         return b"".join(

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transom.errors import ContextLengthError, RequestError
+from transom.errors import RequestError
 from transom.gateway.model_info import ModelInfo
 from transom.gateway.reasoning_parser import OPEN
 from transom.gateway.schema import ChatRequest, MediaItem, ToolChoice
-from transom.gateway.shield import Shield
+from transom.gateway.shield import Shield, refuse_long
 from transom.messages import MediaPart, TextPart
 from transom.tokenizer import Tokenizer
-
-_MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class PromptBuilder:
     def chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a chat request."""
         self._check_media(request.media)
-        self._check_length(_text_chars(request.messages) + _text_chars(request.tools))
         marks = self._shield.open_marks()
         kwargs: dict[str, Any] = {}
         if request.enable_thinking is not None:
@@ -55,7 +52,7 @@ class PromptBuilder:
             **kwargs,
         )
         forced = forced_prefix(request.tool_choice) if request.add_generation_prompt else ""
-        parts = self._parts(marks.encode(rendered + forced), request.media)
+        parts = self._parts(marks.encode(rendered + forced, self._max_context), request.media)
         return Prompt(
             parts=parts,
             text_tokens=sum(len(part.token_ids) for part in parts if isinstance(part, TextPart)),
@@ -66,7 +63,7 @@ class PromptBuilder:
     def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Return the prompt of a plain completion, which may spell control tokens except media's."""
         if isinstance(prompt, str):
-            self._check_length(len(prompt))
+            refuse_long(self._tokenizer, prompt, self._max_context)
             ids = self._tokenizer.encode(prompt)
         else:
             ids = list(prompt)
@@ -75,15 +72,6 @@ class PromptBuilder:
         if not self._info.media_ids.isdisjoint(ids):
             raise RequestError("the prompt holds media tokens; send media through chat", param="prompt")
         return Prompt(parts=[TextPart(ids)], text_tokens=len(ids))
-
-    def _check_length(self, chars: int) -> None:
-        limit = self._max_context * _MAX_CHARS_PER_TOKEN
-        if chars > limit:
-            raise ContextLengthError(
-                f"the prompt has {chars} characters; the context of {self._max_context} tokens"
-                f" can't hold more than {limit}",
-                param="messages",
-            )
 
     def _check_media(self, media: Sequence[MediaItem]) -> None:
         known = set(self._info.pads.values())
@@ -142,14 +130,3 @@ def _marked(message: dict[str, Any], mark: Any) -> dict[str, Any]:
         else:
             marked[key] = mark(value)
     return marked
-
-
-def _text_chars(value: Any) -> int:
-    """Count the characters of all strings in JSON data."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + _text_chars(item) for key, item in value.items())
-    if isinstance(value, list):
-        return sum(map(_text_chars, value))
-    return 0

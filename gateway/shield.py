@@ -11,8 +11,29 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from transom.errors import RequestError
+from transom.errors import ContextLengthError, RequestError
 from transom.tokenizer import Tokenizer
+
+_PROBE_CHARS_PER_TOKEN = 2
+
+
+def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0) -> None:
+    """Raise ContextLengthError when growing prefixes of a long text have more than `limit - used` tokens.
+
+    Tokenising is slow enough that a text far beyond the context must not be tokenised whole. The prefixes
+    cost a third of the whole at most.
+    """
+    size = max(limit - used, 1024) * _PROBE_CHARS_PER_TOKEN
+    while size < len(text):
+        if len(tokenizer.encode(text[:size], special=False)) > limit - used + 1:
+            raise _too_long(limit)
+        size *= 4
+
+
+def _too_long(limit: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"the prompt's text has more than {limit} tokens, the context", param="messages"
+    )
 
 
 class Shield:
@@ -25,6 +46,7 @@ class Shield:
             for text, id in tokenizer.added_tokens.items()
             if len(text) > 1 and (id in tokenizer.special_ids or (text[0] == "<" and text[-1] == ">"))
         }
+        self._control_ids = frozenset(self._controls.values())
         spellings = sorted(self._controls, key=len, reverse=True)
         # (?!) never matches: a tokenizer without control tokens needs no shield.
         choice = "|".join(map(re.escape, spellings)) or "(?!)"
@@ -51,25 +73,27 @@ class Shield:
         inside = self._starts.sub(lambda found: found[1] + mark, body)
         return f"{text[:start]}{mark}{inside}{mark}{text[start + len(body) :]}"
 
-    def encode(self, rendered: str, mark: str) -> list[int]:
-        """Return the ids of a rendered prompt: control tokens of the template, plain text for all else."""
+    def encode(self, rendered: str, mark: str, limit: int) -> list[int]:
+        """Return the ids of a rendered prompt: control tokens of the template, plain text for all else.
+
+        Raise ContextLengthError soon after there are more than `limit`, before all the text is worked on.
+        """
         ids: list[int] = []
         for number, piece in enumerate(self._split.split(rendered)):
             if number % 2:
                 ids.append(self._controls[piece])
             elif piece:
-                ids += self.encode_plain(piece.replace(mark, ""))
+                text = piece.replace(mark, "")
+                refuse_long(self._tokenizer, text, limit, len(ids))
+                ids += self.encode_plain(text)
+            if len(ids) > limit:
+                raise _too_long(limit)
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Return ids of text in which no spelling of a control token becomes one."""
-        ids: list[int] = []
-        start = 0
-        for found in self._starts.finditer(text):
-            ids += self._tokenizer.encode(text[start : found.end()])
-            start = found.end()
-        ids += self._tokenizer.encode(text[start:])
-        if not set(self._controls.values()).isdisjoint(ids):
+        ids = self._tokenizer.encode(text, special=self._split.search(text) is None)
+        if not self._control_ids.isdisjoint(ids):
             # Unicode normalisation inside the tokenizer made one; no known tokenizer does.
             raise RequestError("the text turns into a control token of the model")
         return ids
@@ -92,6 +116,6 @@ class Marks:
             return [self.deep(item) for item in value]
         return value
 
-    def encode(self, rendered: str) -> list[int]:
-        """Return the ids of the prompt that was rendered from the marked strings."""
-        return self._shield.encode(rendered, self.mark)
+    def encode(self, rendered: str, limit: int) -> list[int]:
+        """Return the ids of the prompt that was rendered from the marked strings, at most `limit`."""
+        return self._shield.encode(rendered, self.mark, limit)

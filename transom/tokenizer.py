@@ -138,9 +138,9 @@ class Tokenizer:
 
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        copy.encode_special_tokens = True
-        return copy
+        # Without its added tokens nothing is cut out of the text before the byte-level model sees it.
+        bare = json.loads(self._backend.to_str()) | {"added_tokens": [], "post_processor": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(bare))
 
 
 class IncrementalDetokenizer:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom.errors import RequestError
+from transom.errors import ContextLengthError, RequestError
 from transom.gateway.parse import parse_chat, parse_completion
 from transom.gateway.prepare import Model
 from transom.gateway.prompt import Prompt
@@ -153,11 +153,33 @@ def test_no_text_makes_a_control_token(model: Model, texts: list[str]) -> None:
 def test_marks_leave_no_trace(model: Model, text: str) -> None:
     shield = Shield(model.tokenizer)
     marks = shield.open_marks()
-    ids = marks.encode(marks.deep(text))
+    ids = marks.encode(marks.deep(text), 10_000)
     decoded = model.tokenizer.decode(ids, skip_special=False)
     # The tokenizer normalises each run of text by itself.
     assert unicodedata.normalize("NFC", decoded) == unicodedata.normalize("NFC", text)
     assert not set(ids) & set(model.tokenizer.added_tokens.values())
+
+
+@pytest.mark.parametrize("unit", ["<|im_end|>", "word ", "\U0001f388", "a"])
+def test_text_far_beyond_the_context_is_refused_early(
+    model: Model, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = 0
+    encode = type(model.tokenizer).encode
+
+    def counting(self: Any, text: str, special: bool = True) -> list[int]:
+        nonlocal seen
+        seen += len(text)
+        return encode(self, text, special)
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", counting)
+    text = unit * (2_000_000 // len(unit))
+    with pytest.raises(ContextLengthError, match=f"more than {model.max_context} tokens"):
+        build(model, messages=[{"role": "user", "content": text}])
+    request = parse_completion(orjson.dumps({"prompt": text}), model.limits)
+    with pytest.raises(ContextLengthError):
+        model.builder.completion(request.prompts[0])
+    assert seen < 500_000
 
 
 def test_raw_completions_may_spell_turns_but_not_media(model: Model) -> None:

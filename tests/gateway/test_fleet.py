@@ -1,0 +1,399 @@
+"""The gateway's own state machines, driven without sockets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from transom.errors import ErrorInfo, OverloadedError, StageLostError, UnavailableError
+from transom.gateway.admission import Admission
+from transom.gateway.exchange import Attachment, Dispatcher, Plan, spread_seed
+from transom.gateway.fleet import Fleet, StageName
+from transom.gateway.prompt import Prompt
+from transom.gateway.requests import LiveRequest, RequestTable, Work
+from transom.gateway.router import Candidate, choose
+from transom.gateway.schema import MediaItem
+from transom.messages import (
+    Abort,
+    EncodeDone,
+    Message,
+    Ping,
+    Pong,
+    PrefillJob,
+    RequestFailed,
+    Sampling,
+    TextPart,
+    TokenChunk,
+)
+from transom.transport import Frame, Transport
+
+
+class Wire:
+    """Stands where the transport stands and keeps what is sent."""
+
+    address = "tcp://gateway"
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Message]] = []
+        self.full: set[str] = set()
+
+    def send(self, address: str, message: Message, frames: Sequence[Frame] = ()) -> None:
+        if address in self.full:
+            raise OverloadedError("full", retry_after_s=1)
+        self.sent.append((address, message))
+
+    def aborts(self) -> list[tuple[str, str]]:
+        return [(address, one.request_id) for address, one in self.sent if isinstance(one, Abort)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+ADDRESSES: dict[StageName, tuple[str, ...]] = {
+    "encoder": ("tcp://e0", "tcp://e1"),
+    "prefill": ("tcp://p0", "tcp://p1"),
+    "decode": ("tcp://d0", "tcp://d1"),
+}
+
+
+def make_fleet(wire: Wire, clock: Clock, lost: list[tuple[str, str]]) -> Fleet:
+    return Fleet(
+        cast(Transport, wire),
+        ADDRESSES,
+        on_lost=lambda address, stage, why: lost.append((address, why)),
+        ping_interval_s=0.5,
+        worker_timeout_s=10,
+        clock=clock,
+        rng=random.Random(1),
+    )
+
+
+def pong(stage: str, incarnation: str = "one", *, nonce: int = 0, ready: bool = True, **load: float) -> Pong:
+    return Pong(nonce=nonce, stage=stage, incarnation=incarnation, ready=ready, load=load)
+
+
+def wake_all(fleet: Fleet) -> None:
+    for worker in fleet.workers():
+        fleet.pong(worker.address, pong(worker.stage))
+
+
+def test_equal_workers_share_the_work() -> None:
+    rng = random.Random(7)
+    counts: dict[str | None, int] = {}
+    for _ in range(400):
+        picked = choose([Candidate(f"w{n}", 0, 0.0, 0.0) for n in range(4)], rng)
+        counts[picked] = counts.get(picked, 0) + 1
+    assert all(count < 160 for count in counts.values())
+    assert len(counts) == 4
+
+
+def test_the_least_loaded_worker_is_chosen_and_ties_go_to_the_one_that_waited() -> None:
+    rng = random.Random(7)
+    assert choose([Candidate("a", 50, 0, 0), Candidate("b", 40, 0, 9)], rng) == "b"
+    assert choose([Candidate("a", 0, 90, 0), Candidate("b", 40, 0, 9)], rng) == "b"
+    assert choose([Candidate("a", 5, 5, 2), Candidate("b", 5, 5, 1)], rng) == "b"
+    assert choose([], rng) is None
+
+
+def test_a_fleet_is_ready_when_each_stage_has_a_ready_worker() -> None:
+    fleet = make_fleet(Wire(), Clock(), [])
+    assert fleet.missing() == ["encoder", "prefill", "decode"]
+    fleet.pong("tcp://e0", pong("encoder"))
+    fleet.pong("tcp://p0", pong("prefill", ready=False))
+    fleet.pong("tcp://d0", pong("decode"))
+    assert fleet.missing() == ["prefill"]
+    with pytest.raises(UnavailableError, match="no prefill worker"):
+        fleet.choose("prefill")
+
+
+def test_a_worker_under_another_name_is_known_by_its_nonce() -> None:
+    wire, clock = Wire(), Clock()
+    fleet = make_fleet(wire, clock, [])
+    fleet.tick()
+    nonce = next(one.nonce for address, one in wire.sent if isinstance(one, Ping) and address == "tcp://d1")
+    fleet.pong("tcp://127.0.0.1:5", pong("decode", nonce=nonce))
+    assert fleet["tcp://d1"].peer == "tcp://127.0.0.1:5"
+    fleet.pong("tcp://127.0.0.1:5", pong("decode", nonce=-5, ready=False))
+    assert not fleet["tcp://d1"].ready
+
+
+def test_a_worker_of_the_wrong_stage_is_not_used() -> None:
+    fleet = make_fleet(Wire(), Clock(), [])
+    fleet.pong("tcp://p0", pong("decode"))
+    assert not fleet["tcp://p0"].ready
+
+
+def test_a_loss_is_told_once() -> None:
+    clock, lost = Clock(), list[tuple[str, str]]()
+    fleet = make_fleet(Wire(), clock, lost)
+    fleet.lost("tcp://p0", "connection refused")  # it never was there
+    assert lost == []
+    wake_all(fleet)
+    fleet.lost("tcp://p0", "closed")
+    fleet.lost("tcp://p0", "closed")
+    clock.now += 11
+    fleet.pong("tcp://d0", pong("decode"))
+    fleet.tick()
+    fleet.tick()
+    assert [address for address, _ in lost] == ["tcp://p0", "tcp://e0", "tcp://e1", "tcp://p1", "tcp://d1"]
+    fleet.pong("tcp://d0", pong("decode", "two"))
+    assert lost[-1] == ("tcp://d0", "it was restarted")
+    assert fleet["tcp://d0"].ready
+
+
+def test_media_stay_with_their_encoder_unless_it_is_overloaded_or_gone() -> None:
+    fleet = make_fleet(Wire(), Clock(), [])
+    wake_all(fleet)
+    owner = fleet.choose_encoder("some key")
+    assert {fleet.choose_encoder("some key") for _ in range(5)} == {owner}
+    for _ in range(8):
+        fleet.take(owner, 1)
+    other = fleet.choose_encoder("some key")
+    assert other != owner
+    fleet.lost(other, "closed")
+    assert fleet.choose_encoder("some key") == owner
+
+
+def live(wake: list[int], released: list[str]) -> LiveRequest:
+    return LiveRequest(
+        request_id="r",
+        prefill=Work("p", "prefill", 10),
+        decode=Work("d", "decode", 20),
+        encoders={0: Work("e", "encoder", 5)},
+        wake=lambda: wake.append(1),
+        release=lambda address, tokens: released.append(address),
+    )
+
+
+def chunk(index: int, count: int = 1, **more: Any) -> TokenChunk:
+    return TokenChunk(request_id="r", index=index, token_ids=list(range(index, index + count)), **more)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12), order=st.randoms(use_true_random=False),
+    repeats=st.lists(st.integers(0, 11), max_size=4),
+)  # fmt: skip
+def test_chunks_come_out_in_order_whatever_order_they_came_in(
+    sizes: list[int], order: random.Random, repeats: list[int]
+) -> None:
+    chunks, at = [], 0
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        chunks.append(chunk(at, size, finish_reason="stop" if last else None))
+        at += size
+    arrivals = [*chunks, *(chunks[number] for number in repeats if number < len(chunks))]
+    order.shuffle(arrivals)
+    request = live([], released := [])
+    out: list[int] = []
+    for one in arrivals:
+        request.on_chunk(one)
+        for taken in request.take():
+            out += taken.token_ids
+    assert out == list(range(at))
+    assert request.done
+    assert sorted(released) == ["d", "e", "p"]
+    sent: list[str] = []
+    request.close(lambda address, abort: sent.append(address), "end")
+    assert sent == []
+    assert len(released) == 3
+
+
+def test_an_empty_last_chunk_ends_the_answer() -> None:
+    request = live([], [])
+    request.on_chunk(chunk(1, 0, finish_reason="stop"))
+    assert not request.done
+    request.on_chunk(chunk(0))
+    assert request.done
+    assert [one.token_ids for one in request.take()] == [[0], []]
+
+
+def test_tokens_come_before_the_error_that_follows_them() -> None:
+    request = live([], [])
+    request.on_chunk(chunk(0))
+    request.on_lost("d", "decode", "killed")
+    assert [one.index for one in request.take()] == [0]
+    with pytest.raises(StageLostError, match="decode worker of this request was lost: killed"):
+        request.take()
+
+
+@pytest.mark.parametrize(
+    ("news", "held"),
+    [
+        ([], ["e", "p", "d"]),
+        (["encoded"], ["e", "p", "d"]),
+        (["encoded", 0], ["p", "d"]),
+        (["encoded", 0, 1], ["d"]),
+    ],
+)
+def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held: list[str]) -> None:
+    def arrive(request: LiveRequest) -> None:
+        for one in news:
+            if one == "encoded":
+                request.on_encode_done(
+                    EncodeDone(request_id="r", item_index=0, modality="image", content_key="", media_tokens=1)
+                )
+            else:
+                request.on_chunk(chunk(one))
+
+    request = live([], [])
+    arrive(request)
+    sent: list[str] = []
+    request.close(lambda address, abort: sent.append(address), "gone")
+    assert sent == held
+    for address, stage in (("e", "encoder"), ("p", "prefill"), ("d", "decode")):
+        request = live([], [])
+        arrive(request)
+        request.on_lost(address, cast(StageName, stage), "killed")
+        assert (request.error is not None) == (address in held)
+
+
+def test_admission_gives_back_what_it_holds() -> None:
+    admission = Admission(max_choices=3, max_tokens=100, max_bytes=10)
+    with admission.hold(1, 500), pytest.raises(OverloadedError), admission.hold(1, 1):
+        pass  # alone, even a giant may run
+    with admission.hold(2, 60):
+        with pytest.raises(OverloadedError) as caught, admission.hold(2, 1):
+            pass
+        assert caught.value.retry_after_s
+        with pytest.raises(OverloadedError), admission.hold(1, 41):
+            pass
+    with admission.buffer(8), pytest.raises(OverloadedError), admission.buffer(3):
+        pass
+    assert (admission.choices, admission.tokens, admission.buffered_bytes) == (0, 0, 0)
+
+
+def test_a_full_send_queue_undoes_the_whole_request() -> None:
+    wire = Wire()
+    fleet = make_fleet(wire, Clock(), [])
+    wake_all(fleet)
+    table, admission = RequestTable(), Admission(max_choices=9, max_tokens=10**6, max_bytes=1)
+    dispatcher = Dispatcher(fleet, table, admission, "tcp://gateway")
+    wire.full = {"tcp://p0", "tcp://p1"}
+    item = MediaItem(modality="image", param="p", data=b"x")
+    plan = Plan(Prompt([TextPart([1])], 1), Sampling(max_tokens=5))
+    with pytest.raises(OverloadedError), dispatcher.open("r", [plan], [Attachment(item, "k")], timeout_s=9):
+        pass
+    assert len(table) == 0
+    assert admission.choices == 0
+    assert {address[6] for address, _ in wire.aborts()} == {"e", "d"}
+    fleet.check_integrity()
+    assert all(worker.own_requests == 0 for worker in fleet.workers())
+
+
+def test_choices_of_one_prompt_share_their_prefill_worker() -> None:
+    wire = Wire()
+    fleet = make_fleet(wire, Clock(), [])
+    wake_all(fleet)
+    dispatcher = Dispatcher(
+        fleet, RequestTable(), Admission(max_choices=9, max_tokens=10**6, max_bytes=1), "tcp://gateway"
+    )
+    prompts = [Prompt([TextPart([n])], 1) for n in range(2)]
+    plans = [Plan(prompt, spread_seed(Sampling(max_tokens=5), k)) for prompt in prompts for k in range(2)]
+    with dispatcher.open("r", plans, [], timeout_s=9):
+        jobs = [(address, one) for address, one in wire.sent if isinstance(one, PrefillJob)]
+    assert [job.request_id for _, job in jobs] == ["r-0", "r-1", "r-2", "r-3"]
+    assert jobs[0][0] == jobs[1][0] != jobs[2][0] == jobs[3][0]
+
+
+class RequestMachine(RuleBasedStateMachine):
+    """Requests begin, get news, lose workers and end in any order; the counters always add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wire, self.clock = Wire(), Clock()
+        self.table = RequestTable()
+        self.fleet = Fleet(
+            cast(Transport, self.wire),
+            ADDRESSES,
+            on_lost=self.table.lost,
+            ping_interval_s=0.5,
+            worker_timeout_s=10,
+            clock=self.clock,
+            rng=random.Random(1),
+        )
+        self.admission = Admission(max_choices=6, max_tokens=10**6, max_bytes=1)
+        self.dispatcher = Dispatcher(self.fleet, self.table, self.admission, "tcp://gateway")
+        self.open: list[tuple[Any, Any]] = []
+        self.number = 0
+        wake_all(self.fleet)
+
+    @rule(items=st.integers(0, 2), choices=st.integers(1, 2))
+    def begin(self, items: int, choices: int) -> None:
+        self.number += 1
+        media = [Attachment(MediaItem(modality="image", param="p", data=b"x"), f"k{n}") for n in range(items)]
+        plan = Plan(Prompt([TextPart([1, 2])], 2), Sampling(max_tokens=5))
+        context = self.dispatcher.open(f"r{self.number}", [plan] * choices, media, timeout_s=9)
+        try:
+            self.open.append((context, context.__enter__()))
+        except (OverloadedError, UnavailableError):
+            assert self.admission.choices + choices > 6 or self.fleet.missing()
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), index=st.integers(0, 3), last=st.booleans())
+    def tokens(self, which: int, index: int, last: bool) -> None:
+        exchange = self.open[which % len(self.open)][1]
+        for choice in exchange.choices:
+            choice.on_chunk(chunk(index, finish_reason="stop" if last else None))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5))
+    def fails(self, which: int) -> None:
+        exchange = self.open[which % len(self.open)][1]
+        error = ErrorInfo(status=400, code="invalid_media", message="bad")
+        exchange.choices[0].on_failed(RequestFailed(request_id="r", error=error, stage="encoder"))
+
+    @rule(address=st.sampled_from([one for group in ADDRESSES.values() for one in group]))
+    def lose(self, address: str) -> None:
+        held = [
+            choice
+            for _, exchange in self.open
+            for choice in exchange.choices
+            if not choice.done and any(work.held and work.address == address for work in choice.works())
+        ]
+        known = bool(self.fleet[address].incarnation)
+        self.fleet.lost(address, "killed")
+        assert not known or all(choice.error is not None for choice in held)
+
+    @rule(address=st.sampled_from([one for group in ADDRESSES.values() for one in group]))
+    def return_(self, address: str) -> None:
+        self.fleet.pong(address, pong(self.fleet[address].stage, "next"))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5))
+    def end(self, which: int) -> None:
+        context, _ = self.open.pop(which % len(self.open))
+        context.__exit__(None, None, None)
+
+    @invariant()
+    def counters_add_up(self) -> None:
+        self.fleet.check_integrity()
+        counted: dict[str, int] = {}
+        for _, exchange in self.open:
+            for choice in exchange.choices:
+                for work in choice.works():
+                    if work.counted:
+                        counted[work.address] = counted.get(work.address, 0) + 1
+        for worker in self.fleet.workers():
+            assert worker.own_requests == counted.get(worker.address, 0)
+        assert self.admission.choices == sum(len(exchange.choices) for _, exchange in self.open)
+        assert len(self.table) == self.admission.choices
+
+    def teardown(self) -> None:
+        for context, _ in self.open:
+            context.__exit__(None, None, None)
+        assert self.admission.choices == len(self.table) == 0
+
+
+TestRequestMachine = RequestMachine.TestCase
+TestRequestMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
