@@ -1,18 +1,18 @@
 """From pixels, samples and videos to what the towers read, by the same rules as serving.
 
-Used by training and evaluation. Resizing, patches and mels are the encoder's own functions; here
-stand only the sampling of a video's frames and the choice of sizes.
+Used by training and evaluation. Sampling, sizes, patches and mels are the encoder's own functions; here
+they are only applied to generated media.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from transom.encoder.media.sampling import sample_frames
 from transom.encoder.models.config import ProcessorConfig
 from transom.encoder.models.mel import log_mel
 from transom.kernels.patchify import patchify, resize_frames
@@ -54,21 +54,18 @@ def frames_patches(
     )
 
 
-def sampled_frames(frame_count: int, fps: float, cfg: ProcessorConfig) -> list[int]:
-    """Choose frame indices: about cfg.fps a second, an even number, evenly spread over the clip."""
-    wanted = math.floor(frame_count / fps * cfg.fps)
-    wanted = min(max(wanted, cfg.min_frames), cfg.max_frames, frame_count)
-    wanted = max(wanted - wanted % 2, 2)
-    indices = np.linspace(0, frame_count - 1, wanted).round().astype(int)
-    return sorted(set(indices.tolist()))
-
-
 def video_patches(video: Video, cfg: ProcessorConfig) -> tuple[Tensor, Grid, list[float]]:
     """Render, resize and cut the sampled frames: (patches, grid, second of each frame pair's first frame)."""
-    indices = sampled_frames(video.frame_count, video.fps, cfg)
-    seconds = [index / video.fps for index in indices]
+    plan = sample_frames(
+        [index / video.fps for index in range(video.frame_count)],
+        fps=cfg.fps,
+        min_frames=cfg.min_frames,
+        max_frames=cfg.max_frames,
+        multiple=cfg.temporal_patch_size,
+    )
+    seconds = list(plan.timestamps)
     limit = video_max_pixels(
-        len(indices),
+        len(seconds),
         min_pixels=cfg.video_min_pixels,
         max_pixels=cfg.video_max_pixels,
         total_max_pixels=cfg.video_total_max_pixels,

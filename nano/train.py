@@ -1,36 +1,158 @@
-"""Train the nano checkpoint: `python -m nano.train STAGE` for one stage, or `all`.
+"""Train the nano checkpoint: `python -m nano.train STAGE` for one stage, or `all` for one after the other.
 
-Used by people only. Each stage writes under nano/runs/STAGE and continues from there; `export` turns
-the last results into the checkpoint folder.
+Used by people only. Each stage writes under nano/runs and continues from there when started again;
+`export` turns the last results into the checkpoint folder.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from transom.encoder.models.config import ProcessorConfig, VisionConfig
-from transom.nano import config
-from transom.nano.stages.vision import train_vision
+from transom.encoder.models.audio import AudioEncoder
+from transom.encoder.models.config import AudioConfig, ProcessorConfig, VisionConfig
+from transom.encoder.models.vision import VisionTower
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.nano.data import datasets
+from transom.nano.data.sounds import SpokenDigits
+from transom.nano.export import CHECKPOINT, Models, new_language_model, write_assets, write_configs, write_tensors
+from transom.nano.stages.audio import train_audio
+from transom.nano.stages.joint import train_joint, train_mtp
+from transom.nano.stages.language import train_text
+from transom.nano.stages.loop import load_modules
+from transom.nano.stages.pools import Pools, build_pools
+from transom.nano.stages.vision import PictureSource, batch_patches, draw_example, train_vision
 
 RUNS = Path(__file__).parent / "runs"
+STEPS = {"vision": 3000, "audio": 900, "text": 1000, "joint": 2400, "mtp": 400}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its folder, seed, step counts and where the recordings are."""
+
+    runs: Path
+    seed: int
+    steps: dict[str, int]
+    spoken_digits: str | None
+    checkpoint: Path
+
+    @property
+    def assets(self) -> Path:
+        """Tokenizer and configs, which all stages share."""
+        return self.runs / "assets"
+
+    def spoken(self) -> SpokenDigits:
+        """Read the training recordings."""
+        return SpokenDigits(datasets.spoken("train", datasets.spoken_path(self.spoken_digits)))
+
+    def prepare(self) -> None:
+        """Write tokenizer and configs, unless they are there."""
+        if not (self.assets / "tokenizer.json").exists():
+            write_assets(self.assets)
+        write_configs(self.assets)
+
+    def vision(self) -> None:
+        """Stage A: the vision tower."""
+        cfg = VisionConfig.from_folder(self.assets), ProcessorConfig.from_folder(self.assets)
+        train_vision(self.runs / "vision", *cfg, self.steps["vision"], self.seed)
+
+    def audio(self) -> None:
+        """Stage B: the audio path."""
+        recordings = datasets.spoken_path(self.spoken_digits)
+        train_audio(self.runs, AudioConfig.from_folder(self.assets), recordings, self.steps["audio"], self.seed)
+
+    def text(self) -> None:
+        """Text stage: dialogue, copying, recall."""
+        train_text(self.assets, self.runs / "text", self.steps["text"], self.seed)
+
+    def pools(self) -> None:
+        """Run the frozen towers over the training media."""
+        tower, processor = VisionTower(VisionConfig.from_folder(self.assets)), ProcessorConfig.from_folder(self.assets)
+        load_modules(self.runs / "vision", {"tower": tower})
+        _scale_tower(tower, processor, self.seed)
+        save_file(tower.state_dict(), self.runs / "tower.safetensors")
+        audio = AudioEncoder(AudioConfig.from_folder(self.assets))
+        load_modules(self.runs / "audio", {"audio": audio})
+        build_pools(tower, audio, processor, self.spoken(), self.seed).save(self.runs / "pools")
+
+    def joint(self) -> None:
+        """Stage C: everything together."""
+        language, audio = self._language("text"), AudioEncoder(AudioConfig.from_folder(self.assets))
+        load_modules(self.runs / "audio", {"audio": audio})
+        pools = Pools.load(self.runs / "pools")
+        train_joint(
+            self.assets, self.runs / "joint", language, audio, pools, self.steps["joint"], self.seed, self.export
+        )
+
+    def mtp(self) -> None:
+        """Stage D: the draft modules."""
+        models = self._models()
+        pools = Pools.load(self.runs / "pools")
+        train_mtp(
+            self.assets, self.runs / "mtp", models.language, models.audio, pools, self.steps["mtp"], self.seed
+        )
+
+    def export(self) -> None:
+        """Write the checkpoint from what the stages have reached."""
+        models = self._models()
+        if (self.runs / "mtp" / "state.safetensors").exists():
+            load_modules(self.runs / "mtp", {"mtp": models.language.mtp})
+        self.checkpoint.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (self.checkpoint / name).write_bytes((self.assets / name).read_bytes())
+        write_configs(self.checkpoint)
+        write_tensors(models, self.checkpoint)
+
+    def _language(self, stage: str) -> MiMoV2ForCausalLM:
+        language = new_language_model(self.assets)
+        load_modules(self.runs / stage, {"language": language})
+        return language
+
+    def _models(self) -> Models:
+        language, audio = new_language_model(self.assets), AudioEncoder(AudioConfig.from_folder(self.assets))
+        load_modules(self.runs / "joint", {"language": language, "audio": audio})
+        tower = VisionTower(VisionConfig.from_folder(self.assets))
+        tower.load_state_dict(load_file(self.runs / "tower.safetensors"))
+        return Models(language, tower, audio)
+
+
+@torch.no_grad()
+def _scale_tower(tower: VisionTower, processor: ProcessorConfig, seed: int) -> None:
+    """Scale the merger so that a token's values have a root mean square of a half, as words have."""
+    source = PictureSource("train")
+    rng = datasets.generator(seed, 6)
+    pixels, grids = batch_patches([draw_example(source, rng) for _ in range(64)], processor)
+    final = tower.merger.mlp[2]
+    assert isinstance(final, nn.Linear)
+    final.weight *= 0.5 / tower(pixels, grids).square().mean().sqrt()
 
 
 def main() -> None:
-    """Parse the command line and run the stage."""
+    """Parse the command line and run the stages."""
+    order = ("vision", "audio", "text", "pools", "joint", "mtp", "export")
     parser = argparse.ArgumentParser(prog="python -m nano.train", description=__doc__)
-    parser.add_argument("stage", choices=["vision"])
+    parser.add_argument("stage", choices=[*order, "all"])
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the stages' results (default: nano/runs)")
-    parser.add_argument("--steps", type=int, help="steps of the stage")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="where export writes")
+    parser.add_argument("--steps", type=int, help="steps of the stage, instead of its default")
+    parser.add_argument("--spoken-digits", help=f"Free Spoken Digits, a .tar.xz or a folder (or {datasets.SPOKEN_ENV})")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    processor = ProcessorConfig.from_dict(config.processor_config({}))
-    vision = VisionConfig.from_dict(config.vision_config())
-    train_vision(options.runs / "vision", vision, processor, options.steps or 7000, options.seed)
+    steps = {name: options.steps or count for name, count in STEPS.items()}
+    run = Run(options.runs, options.seed, steps, options.spoken_digits, options.checkpoint)
+    run.prepare()
+    stages: dict[str, Callable[[], None]] = {name: getattr(run, name) for name in order}
+    for name in order if options.stage == "all" else (options.stage,):
+        stages[name]()
 
 
 if __name__ == "__main__":

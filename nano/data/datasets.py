@@ -39,6 +39,11 @@ class Recording:
     samples: NDArray[np.float32]
 
 
+def generator(*seed: int) -> np.random.Generator:
+    """Return the generator of a purpose: the same numbers for the same seed everywhere."""
+    return np.random.default_rng(list(seed))
+
+
 def fashion(split: Split) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return Fashion-MNIST pictures (n, 28, 28) and labels (n,)."""
     stem = "train" if split == "train" else "t10k"

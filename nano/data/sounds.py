@@ -148,6 +148,7 @@ class SpokenDigits:
         self._by_digit: dict[int, list[Recording]] = {digit: [] for digit in range(10)}
         for recording in recordings:
             self._by_digit[recording.digit].append(recording)
+        self.recordings = list(recordings)
         self.voices = [recording.samples for recording in recordings]
 
     def draw(self, digits: Sequence[int], rng: Rng) -> list[Samples]:

@@ -85,7 +85,7 @@ _PROSE_MODULES = (
     "argparse ast base64 collections configparser csv datetime decimal difflib email.message enum fractions functools "
     "gettext heapq html http.client inspect ipaddress json logging mailbox optparse os pathlib pdb pprint random re "
     "sched shelve shutil smtplib socket sqlite3 statistics string subprocess tarfile tempfile textwrap threading "
-    "timeit tokenize traceback typing unittest urllib.parse urllib.request uuid wave zipfile"
+    "timeit tokenize traceback unittest urllib.parse urllib.request uuid wave zipfile"
 ).split()
 
 

@@ -20,23 +20,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from transom.nano.stages.muon import Muon
+
 Rng = np.random.Generator
 # One step: draw a batch with the generator, return the loss and what to report of it.
 StepFn = Callable[[int, Rng], tuple[Tensor, dict[str, float]]]
 
 
+# Matrices at the ends of a model, where Muon's assumption does not hold. Experts are stacked in three
+# dimensions and stay with AdamW too: making 112 of them orthogonal costs as much as half a step.
+_ADAM_MATRICES = ("lm_head", "patch_embed", "mlp.gate.weight", "conv1", "heads", "kinds", "cells", "classes")
+
+
 @dataclass(frozen=True)
 class LoopConfig:
-    """`decay_steps` None: cosine down to a tenth over all steps; 0: constant."""
+    """The rate warms up over `warmup_steps`, then falls along a cosine to `final_share` of its peak."""
 
     steps: int
     learning_rate: float
-    warmup_steps: int = 200
+    warmup_steps: int = 100
     weight_decay: float = 0.05
     clip: float = 1.0
     final_share: float = 0.02
-    save_every: int = 500
-    report_every: int = 100
+    save_every: int = 250
+    report_every: int = 50
     seed: int = 7
 
 
@@ -48,18 +55,25 @@ def learning_rate(step: int, cfg: LoopConfig) -> float:
     return cfg.learning_rate * (cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
 
 
-def _optimizer(modules: Sequence[nn.Module], cfg: LoopConfig) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
-    """Decay matrices only; embeddings, norms, biases and sinks stay free."""
-    decayed: list[nn.Parameter] = []
+def _optimizers(modules: Sequence[nn.Module], cfg: LoopConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside, AdamW for the rest; only matrices decay."""
+    inner: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for module in modules:
-        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-                (decayed if is_matrix else free).append(parameter)
-    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(0.9, 0.98)), decayed + free
+        outer = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.ndim < 2 or id(parameter) in outer:
+                free.append(parameter)
+            elif parameter.ndim > 2 or any(part in name for part in _ADAM_MATRICES):
+                matrices.append(parameter)
+            else:
+                inner.append(parameter)
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.learning_rate, betas=(0.9, 0.98))
+    return [adam, Muon(inner, cfg.learning_rate, cfg.weight_decay)] if inner else [adam]
 
 
 class Loop:
@@ -67,7 +81,8 @@ class Loop:
 
     def __init__(self, name: str, folder: Path, modules: dict[str, nn.Module], cfg: LoopConfig) -> None:
         self.name, self.folder, self.modules, self.cfg = name, folder, modules, cfg
-        self.optimizer, self.parameters = _optimizer(list(modules.values()), cfg)
+        self.optimizers = _optimizers(list(modules.values()), cfg)
+        self.states = [(o, p) for o in self.optimizers for group in o.param_groups for p in group["params"]]
         self.step = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -96,14 +111,15 @@ class Loop:
 
     def _one(self, step_fn: StepFn) -> dict[str, float]:
         rate = learning_rate(self.step, self.cfg)
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         loss, report = step_fn(self.step, np.random.default_rng([self.cfg.seed, self.step]))
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip)
-        if torch.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm = nn.utils.clip_grad_norm_([parameter for _, parameter in self.states], self.cfg.clip)
+        for optimizer in self.optimizers:
+            if torch.isfinite(norm):
+                optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         return {"loss": float(loss.detach()), **report}
 
@@ -112,8 +128,8 @@ class Loop:
         tensors = {}
         for name, module in self.modules.items():
             tensors.update({f"module.{name}.{key}": value for key, value in module.state_dict().items()})
-        for index, parameter in enumerate(self.parameters):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+        for index, (optimizer, parameter) in enumerate(self.states):
+            for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{index}.{key}"] = value
         partial = self.folder / "state.partial"
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, partial, {"step": str(self.step)})
@@ -126,11 +142,11 @@ class Loop:
             return
         tensors = load_file(path)
         load_modules(self.folder, self.modules)
-        for index, parameter in enumerate(self.parameters):
+        for index, (optimizer, parameter) in enumerate(self.states):
             prefix = f"optimizer.{index}."
             state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if state:
-                self.optimizer.state[parameter] = state
+                optimizer.state[parameter] = state
         self.step = int(json.loads((self.folder / "state.json").read_text())["step"])
 
     def _log(self, means: dict[str, float]) -> None:

@@ -224,7 +224,7 @@ def train_vision(folder: Path, vision: VisionConfig, processor: ProcessorConfig,
     torch.manual_seed(seed)
     tower, heads = VisionTower(vision), VisionHeads(vision.out_hidden_size)
     source = PictureSource("train")
-    loop = Loop("vision", folder, {"tower": tower, "heads": heads}, LoopConfig(steps, 1.5e-3, seed=seed))
+    loop = Loop("vision", folder, {"tower": tower, "heads": heads}, LoopConfig(steps, 2.5e-3, seed=seed))
 
     def step(_: int, rng: Rng) -> tuple[Tensor, dict[str, float]]:
         examples = [draw_example(source, rng) for _ in range(BATCH)]
