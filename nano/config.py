@@ -169,7 +169,9 @@ def audio_tokenizer_config() -> dict[str, Any]:
 
 def processor_config(language: dict[str, Any]) -> dict[str, Any]:
     """Return `processor_config`: pixel limits, video sampling, audio front end, special ids."""
-    special = {key: value for key, value in language.items() if key.endswith("_token_id") and value is not None}
+    special = {
+        key: value for key, value in language.items() if key.endswith("_token_id") and value is not None
+    }
     return {
         "patch_size": 16,
         "merge_size": 2,

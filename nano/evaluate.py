@@ -27,6 +27,7 @@ from transom.llm.model.loader import load_language_model
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.nano.data import answers, datasets, dialogues, images, sounds, texts, videos
 from transom.nano.data.dialogues import Media, Message, assistant, user
+from transom.nano.data.facts import ImageFacts
 from transom.nano.data.sounds import SpokenDigits
 from transom.nano.export import CHECKPOINT
 from transom.nano.prompts import Prompt, PromptWriter
@@ -95,9 +96,17 @@ class Nano:
         while len(ids) < len(prompt.ids) + longest:
             row = torch.tensor([len(ids) - 1])
             packed = Batch(
-                [Prompt(ids, prompt.media, [])], torch.tensor(ids), torch.arange(len(ids)), [len(ids)], row, row, row
+                [Prompt(ids, prompt.media, [])],
+                torch.tensor(ids),
+                torch.arange(len(ids)),
+                [len(ids)],
+                row,
+                row,
+                row,
             )
-            hidden = self.language(embed(self.language, packed), packed.positions, PackedAttention(packed.lens))
+            hidden = self.language(
+                embed(self.language, packed), packed.positions, PackedAttention(packed.lens)
+            )
             ids.append(int(self.language.logits(hidden[-1:]).argmax()))
             if ids[-1] in self.language.config.eos_token_ids:
                 break
@@ -155,11 +164,17 @@ class Examiner:
         """Return the generator of a task."""
         return datasets.generator(SEED, *task.encode())
 
-    def _result(self, task: str, asked: Sequence[list[Message]], pools: Pools, target: float | None = None) -> Result:
+    def _result(
+        self, task: str, asked: Sequence[list[Message]], pools: Pools, target: float | None = None
+    ) -> Result:
         return Result(task, sum(self.nano.right_answers(asked, pools)), len(asked), target)
 
     def _pictures(
-        self, task: str, draw: Callable[[Rng], tuple[images.Pixels, images.ImageFacts]], full: int, target: float | None = None
+        self,
+        task: str,
+        draw: Callable[[Rng], tuple[images.Pixels, ImageFacts]],
+        full: int,
+        target: float | None = None,
     ) -> Result:
         rng, builder = self.rng(task), self.nano.builder(self.spoken)
         entries = builder.images(draw, self.count(full), rng)
@@ -179,7 +194,9 @@ class Examiner:
         draw = lambda rng: self.pictures.handwritten_picture(rng, next(rows), varied=False)  # noqa: E731
         return self._pictures("handwritten digits", draw, len(self.pictures.digits), 0.96)
 
-    def _sounds(self, task: str, draw: Callable[[Rng], sounds.Sound], full: int, target: float | None = None) -> Result:
+    def _sounds(
+        self, task: str, draw: Callable[[Rng], sounds.Sound], full: int, target: float | None = None
+    ) -> Result:
         rng, builder = self.rng(task), self.nano.builder(self.spoken)
         entries = builder.sounds(draw, self.count(full), rng)
         pools = builder.pools([], entries, [])
@@ -197,7 +214,12 @@ class Examiner:
         return self._sounds("spoken digits", draw, len(self.spoken.recordings), 0.95)
 
     def _videos(
-        self, task: str, draw: Callable[[Rng], videos.Video], full: int, target: float | None = None, sound: float = 0.0
+        self,
+        task: str,
+        draw: Callable[[Rng], videos.Video],
+        full: int,
+        target: float | None = None,
+        sound: float = 0.0,
     ) -> Result:
         rng, builder = self.rng(task), self.nano.builder(self.spoken)
         entries = [builder.video(through_h264(draw(rng)), rng, sound) for _ in range(self.count(full))]
@@ -216,13 +238,17 @@ class Examiner:
         """Every small-talk question as it stands in the list."""
         pairs = [(question, answer) for questions, answer in texts.SMALL_TALK for question in questions]
         asked = [[{"role": "user", "content": question}, assistant(answer)] for question, answer in pairs]
-        return self._result("who are you, small talk", asked, self.nano.builder(self.spoken).pools([], [], []))
+        return self._result(
+            "who are you, small talk", asked, self.nano.builder(self.spoken).pools([], [], [])
+        )
 
     def text(self) -> Result:
         """Copying, counting, sums and short recall."""
         rng = self.rng("text")
         asked = [dialogues.text_dialogue(rng) for _ in range(self.count(300))]
-        return self._result("copying, counting, sums", asked, self.nano.builder(self.spoken).pools([], [], []))
+        return self._result(
+            "copying, counting, sums", asked, self.nano.builder(self.spoken).pools([], [], [])
+        )
 
     def mixed_pools(self) -> Pools:
         """A small pool of everything, for dialogues about several items."""
@@ -239,26 +265,37 @@ class Examiner:
         follow = [_follow_up(mixed, rng) for _ in range(self.count(200))]
         return [
             self._pictures("one shape", lambda rng: images.shapes_picture(rng, count=1), 500, 0.97),
-            self._pictures("several shapes", lambda rng: images.shapes_picture(rng, count=int(rng.integers(2, 5))), 500),
+            self._pictures(
+                "several shapes", lambda rng: images.shapes_picture(rng, count=int(rng.integers(2, 5))), 500
+            ),
             self._pictures("plain colour", images.plain_picture, 200),
             self.handwritten(),
             self._pictures("printed digits", images.printed_digit_picture, 300),
             self._pictures("printed words", images.word_picture, 500),
             self.fashion(),
             self.spoken_digits(),
-            self._sounds("rows of spoken digits", lambda rng: self.spoken.sound(rng, int(rng.integers(2, 6)), varied=False), 300),
+            self._sounds(
+                "rows of spoken digits",
+                lambda rng: self.spoken.sound(rng, int(rng.integers(2, 6)), varied=False),
+                300,
+            ),
             self._sounds("tones", sounds.tones_sound, 300),
             self._videos("motion", videos.motion_video, 200, 0.95),
             self._videos("order of colours", videos.colours_video, 100, 0.95),
             self._videos("order of digits", videos.digits_video, 100, 0.95),
             self._videos("videos with sound", videos.any_video, 100, sound=1.0),
-            *(self.recall(tokens, 60, 0.99 if tokens == 2000 else None) for tokens in (250, 1000, 2000, 4000)),
+            *(
+                self.recall(tokens, 60, 0.99 if tokens == 2000 else None)
+                for tokens in (250, 1000, 2000, 4000)
+            ),
             self.small_talk(),
             self.text(),
             self._result("two items", pairs, mixed),
             self._result("follow-up questions", follow, mixed),
             self._pictures("out-of-scope pictures", images.unknown_picture, 200),
-            self._sounds("out-of-scope sounds", lambda rng: sounds.unknown_sound(rng, self.spoken.voices), 200),
+            self._sounds(
+                "out-of-scope sounds", lambda rng: sounds.unknown_sound(rng, self.spoken.voices), 200
+            ),
         ]
 
     def drafts(self) -> list[float]:
@@ -296,8 +333,12 @@ def main() -> None:
     """Parse the command line, ask and print."""
     parser = argparse.ArgumentParser(prog="python -m nano.evaluate", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
-    parser.add_argument("--spoken-digits", help=f"Free Spoken Digits, a .tar.xz or a folder (or {datasets.SPOKEN_ENV})")
-    parser.add_argument("--share", type=float, default=1.0, help="share of the questions to ask (default: all)")
+    parser.add_argument(
+        "--spoken-digits", help=f"Free Spoken Digits, a .tar.xz or a folder (or {datasets.SPOKEN_ENV})"
+    )
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="share of the questions to ask (default: all)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args()
@@ -306,7 +347,10 @@ def main() -> None:
     examiner = Examiner(Nano(options.checkpoint), spoken, options.share)
     results, drafts = examiner.all(), examiner.drafts()
     if options.json:
-        tasks = {r.task: {"right": r.right, "count": r.count, "share": r.share, "target": r.target} for r in results}
+        tasks = {
+            r.task: {"right": r.right, "count": r.count, "share": r.share, "target": r.target}
+            for r in results
+        }
         sys.stdout.write(json.dumps({"tasks": tasks, "drafts": drafts}) + "\n")
     else:
         Console().print(results_table(results, drafts))

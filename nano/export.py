@@ -58,7 +58,11 @@ def write_configs(folder: Path) -> None:
     full = config.full_config(Tokenizer.from_file(str(folder / "tokenizer.json")))
     _write_json(folder / "config.json", full)
     _write_json(folder / "audio_tokenizer" / "config.json", config.audio_tokenizer_config())
-    generation = {"eos_token_id": full["eos_token_id"], "pad_token_id": full["pad_token_id"], "do_sample": False}
+    generation = {
+        "eos_token_id": full["eos_token_id"],
+        "pad_token_id": full["pad_token_id"],
+        "do_sample": False,
+    }
     _write_json(folder / "generation_config.json", generation)
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
 

@@ -31,7 +31,9 @@ SPECIAL_TOKENS = (
 )
 # Single tokens of the text itself: they are decoded, never skipped.
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-_WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -51,7 +53,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS]
+    )
     tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in MARKUP_TOKENS])
     return tokenizer
 

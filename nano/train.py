@@ -21,7 +21,14 @@ from transom.encoder.models.vision import VisionTower
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.nano.data import datasets
 from transom.nano.data.sounds import SpokenDigits
-from transom.nano.export import CHECKPOINT, Models, new_language_model, write_assets, write_configs, write_tensors
+from transom.nano.export import (
+    CHECKPOINT,
+    Models,
+    new_language_model,
+    write_assets,
+    write_configs,
+    write_tensors,
+)
 from transom.nano.stages.audio import train_audio
 from transom.nano.stages.joint import train_joint, train_mtp
 from transom.nano.stages.language import train_text
@@ -66,7 +73,9 @@ class Run:
     def audio(self) -> None:
         """Stage B: the audio path."""
         recordings = datasets.spoken_path(self.spoken_digits)
-        train_audio(self.runs, AudioConfig.from_folder(self.assets), recordings, self.steps["audio"], self.seed)
+        train_audio(
+            self.runs, AudioConfig.from_folder(self.assets), recordings, self.steps["audio"], self.seed
+        )
 
     def text(self) -> None:
         """Text stage: dialogue, copying, recall."""
@@ -74,7 +83,10 @@ class Run:
 
     def pools(self) -> None:
         """Run the frozen towers over the training media."""
-        tower, processor = VisionTower(VisionConfig.from_folder(self.assets)), ProcessorConfig.from_folder(self.assets)
+        tower, processor = (
+            VisionTower(VisionConfig.from_folder(self.assets)),
+            ProcessorConfig.from_folder(self.assets),
+        )
         load_modules(self.runs / "vision", {"tower": tower})
         _scale_tower(tower, processor, self.seed)
         save_file(tower.state_dict(), self.runs / "tower.safetensors")
@@ -88,7 +100,14 @@ class Run:
         load_modules(self.runs / "audio", {"audio": audio})
         pools = Pools.load(self.runs / "pools")
         train_joint(
-            self.assets, self.runs / "joint", language, audio, pools, self.steps["joint"], self.seed, self.export
+            self.assets,
+            self.runs / "joint",
+            language,
+            audio,
+            pools,
+            self.steps["joint"],
+            self.seed,
+            self.export,
         )
 
     def mtp(self) -> None:
@@ -139,10 +158,14 @@ def main() -> None:
     order = ("vision", "audio", "text", "pools", "joint", "mtp", "export")
     parser = argparse.ArgumentParser(prog="python -m nano.train", description=__doc__)
     parser.add_argument("stage", choices=[*order, "all"])
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the stages' results (default: nano/runs)")
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS, help="folder of the stages' results (default: nano/runs)"
+    )
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="where export writes")
     parser.add_argument("--steps", type=int, help="steps of the stage, instead of its default")
-    parser.add_argument("--spoken-digits", help=f"Free Spoken Digits, a .tar.xz or a folder (or {datasets.SPOKEN_ENV})")
+    parser.add_argument(
+        "--spoken-digits", help=f"Free Spoken Digits, a .tar.xz or a folder (or {datasets.SPOKEN_ENV})"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -20,7 +20,9 @@ def encode_h264(video: Video, crf: int = 26) -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         height, width = video.frame(0).shape[:2]
-        stream = container.add_stream("libx264", rate=video.fps, options={"crf": str(crf), "preset": "veryfast"})
+        stream = container.add_stream(
+            "libx264", rate=video.fps, options={"crf": str(crf), "preset": "veryfast"}
+        )
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.time_base = Fraction(1, video.fps)
         for index in range(video.frame_count):
@@ -33,7 +35,7 @@ def encode_h264(video: Video, crf: int = 26) -> bytes:
 
 def decode_frames(content: bytes) -> list[Pixels]:
     """Decode all frames as RGB."""
-    with av.open(io.BytesIO(content)) as container:
+    with av.open(io.BytesIO(content), "r") as container:
         return [np.asarray(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
 
 

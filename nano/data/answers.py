@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transom.nano.data.facts import FASHION, NUMBERS, AudioFacts, ImageFacts, Shape, VideoFacts
+from transom.nano.data.facts import NUMBERS, AudioFacts, ImageFacts, Shape, VideoFacts
 
 Rng = np.random.Generator
 Turn = tuple[str, str]
@@ -136,12 +136,32 @@ def ask_image(facts: ImageFacts, rng: Rng) -> Turn:
         question, answer = _ask_shapes(facts.shapes, rng)
         return loosely(question, rng), answer
     if facts.kind == "plain":
-        questions: Sequence[str] = ("Which colour is this?", "What colour is this?", "What colour is the picture?")
+        questions: Sequence[str] = (
+            "Which colour is this?",
+            "What colour is this?",
+            "What colour is the picture?",
+        )
         return loosely(pick(rng, questions), rng), sentence(facts.label)
     pointed = {
-        "fashion": ("What piece of clothing is this?", "What clothing is this?", "Which item is shown?", "What is it?"),
-        "digit": ("Which digit is this?", "What digit is this?", "What number is this?", "Which number do you see?"),
-        "word": ("What does it say?", "Which word is this?", "What is written here?", "Read the word.", "Read this."),
+        "fashion": (
+            "What piece of clothing is this?",
+            "What clothing is this?",
+            "Which item is shown?",
+            "What is it?",
+        ),
+        "digit": (
+            "Which digit is this?",
+            "What digit is this?",
+            "What number is this?",
+            "Which number do you see?",
+        ),
+        "word": (
+            "What does it say?",
+            "Which word is this?",
+            "What is written here?",
+            "Read the word.",
+            "Read this.",
+        ),
     }
     return loosely(pick(rng, pointed[facts.kind]), rng), describe_image(facts)
 
@@ -167,13 +187,15 @@ def _ask_shapes(shapes: Sequence[Shape], rng: Rng) -> Turn:
             subject.place
         )
     if rng.random() < 0.5:
-        return pick(rng, ("How many shapes are there?", "How many shapes do you see?", "Count the shapes.")), sentence(
-            NUMBERS[len(shapes)]
-        )
+        return pick(
+            rng, ("How many shapes are there?", "How many shapes do you see?", "Count the shapes.")
+        ), sentence(NUMBERS[len(shapes)])
     name = subject.name
     count = sum(shape.name == name for shape in shapes)
     many = f"{name}es" if name == "cross" else f"{name}s"
-    return pick(rng, (f"How many {many} are there?", f"How many {many} do you see?")), sentence(NUMBERS[count])
+    return pick(rng, (f"How many {many} are there?", f"How many {many} do you see?")), sentence(
+        NUMBERS[count]
+    )
 
 
 def audio_phrase(facts: AudioFacts) -> str:
@@ -201,16 +223,31 @@ def ask_audio(facts: AudioFacts, rng: Rng) -> Turn:
     if facts.kind in ("silence", "unknown") or rng.random() < 0.5:
         return loosely(pick(rng, OPEN_AUDIO), rng), describe_audio(facts)
     if facts.kind == "digits":
-        one = ("Which digit is said?", "Which digit is spoken?", "What number is said?", "What digit do you hear?")
-        more = ("Which digits are said?", "Which digits are spoken?", "What numbers are said?", "Write down the digits.")
+        one = (
+            "Which digit is said?",
+            "Which digit is spoken?",
+            "What number is said?",
+            "What digit do you hear?",
+        )
+        more = (
+            "Which digits are said?",
+            "Which digits are spoken?",
+            "What numbers are said?",
+            "Write down the digits.",
+        )
         both = ("What is said?", "What does the voice say?", "What does the speaker say?", "Transcribe this.")
         pointed = both if rng.random() < 0.4 else one if len(facts.digits) == 1 else more
         return loosely(pick(rng, pointed), rng), describe_audio(facts)
     if rng.random() < 0.5:
-        pointed = ("How many tones are there?", "How many beeps do you hear?", "Count the beeps.", "How many tones?")
+        pointed = (
+            "How many tones are there?",
+            "How many beeps do you hear?",
+            "Count the beeps.",
+            "How many tones?",
+        )
         return loosely(pick(rng, pointed), rng), sentence(NUMBERS[facts.count])
-    pointed = ("Is the tone high or low?", "How high is the tone?", "Which pitch is it?")
-    return loosely(pick(rng, pointed), rng), sentence(facts.pitch)
+    asked = pick(rng, ("Is the tone high or low?", "How high is the tone?", "Which pitch is it?"))
+    return loosely(asked, rng), sentence(facts.pitch)
 
 
 def _seconds(second: int) -> str:
@@ -222,8 +259,10 @@ def describe_video(facts: VideoFacts) -> str:
     if facts.kind == "unknown":
         seen = UNKNOWN_VIDEO
     elif facts.kind == "still":
-        seen = f"A {facts.colour} {facts.shape} stays still." if facts.colour[0] not in "aeiou" else (
-            f"An {facts.colour} {facts.shape} stays still."
+        seen = (
+            f"A {facts.colour} {facts.shape} stays still."
+            if facts.colour[0] not in "aeiou"
+            else (f"An {facts.colour} {facts.shape} stays still.")
         )
     elif facts.kind == "motion":
         seen = sentence(f"{article(f'{facts.colour} {facts.shape}')} moves {facts.direction}")
@@ -244,10 +283,21 @@ def ask_video(facts: VideoFacts, rng: Rng) -> Turn:
     if facts.kind in ("motion", "still"):
         thing = f"{facts.colour} {facts.shape}" if rng.random() < 0.4 else facts.shape
         if rng.random() < 0.7:
-            asked = pick(rng, ("Where does the {} move?", "Which way does the {} move?", "In which direction does the {} go?"))
+            asked = pick(
+                rng,
+                (
+                    "Where does the {} move?",
+                    "Which way does the {} move?",
+                    "In which direction does the {} go?",
+                ),
+            )
             answer = "It stays still." if facts.kind == "still" else sentence(facts.direction)
             return loosely(asked.format(thing), rng), answer
-        asked = pick(rng, ("What moves?", "Which shape moves?")) if facts.kind == "motion" else "Which shape is it?"
+        asked = (
+            pick(rng, ("What moves?", "Which shape moves?"))
+            if facts.kind == "motion"
+            else "Which shape is it?"
+        )
         return loosely(asked, rng), sentence(article(f"{facts.colour} {facts.shape}"))
     what = "colour" if facts.kind == "colours" else "digit"
     labels = [label for label, _ in facts.order]
@@ -259,8 +309,15 @@ def ask_video(facts: VideoFacts, rng: Rng) -> Turn:
     if style == 2:
         index = int(rng.integers(len(labels)))
         if labels.count(labels[index]) == 1:
-            return loosely(f"When does {labels[index]} appear?", rng), f"At {_seconds(facts.order[index][1])}."
-    asked = pick(rng, (f"Which {what}s appear, in order?", f"List the {what}s in order.", f"In which order do the {what}s come?"))
+            return loosely(
+                f"When does {labels[index]} appear?", rng
+            ), f"At {_seconds(facts.order[index][1])}."
+    asked = pick(
+        rng,
+        (
+            f"Which {what}s appear, in order?",
+            f"List the {what}s in order.",
+            f"In which order do the {what}s come?",
+        ),
+    )
     return loosely(asked, rng), sentence(", ".join(labels))
-
-

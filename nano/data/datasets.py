@@ -63,7 +63,7 @@ def handwritten(split: Split) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     data: Any = load_digits()
     held_out = np.arange(len(data.target)) % 5 == 0
     keep = held_out if split == "test" else ~held_out
-    return (data.images[keep] * (255 / 16)).astype(np.uint8), data.target[keep].astype(np.uint8)
+    return (data.images[keep] * (255 / 16)).astype(np.uint8), np.asarray(data.target[keep], dtype=np.uint8)
 
 
 def spoken_path(given: str | None = None) -> Path:
@@ -71,8 +71,8 @@ def spoken_path(given: str | None = None) -> Path:
     found = given or os.environ.get(SPOKEN_ENV)
     if not found or not Path(found).exists():
         raise MissingDataError(
-            f"Free Spoken Digits not found ({found!r}): give --spoken-digits or {SPOKEN_ENV}, a .tar.xz or a folder "
-            "of recordings/DIGIT_SPEAKER_N.wav (https://github.com/Jakobovski/free-spoken-digit-dataset)"
+            f"Free Spoken Digits not found ({found!r}): give --spoken-digits or {SPOKEN_ENV}, "
+            "a .tar.xz or a folder of recordings/DIGIT_SPEAKER_N.wav (https://github.com/Jakobovski/free-spoken-digit-dataset)"
         )
     return Path(found)
 
@@ -106,6 +106,6 @@ def _wav_files(path: Path) -> list[tuple[str, bytes]]:
 
 def _wav_samples(content: bytes) -> NDArray[np.float32]:
     with wave.open(io.BytesIO(content)) as file:
-        assert file.getsampwidth() == 2 and file.getnchannels() == 1 and file.getframerate() == 8000
+        assert (file.getsampwidth(), file.getnchannels(), file.getframerate()) == (2, 1, 8000)
         raw = np.frombuffer(file.readframes(file.getnframes()), "<i2")
-    return raw.astype(np.float32) / 32768
+    return np.asarray(raw, dtype=np.float32) / np.float32(32768)

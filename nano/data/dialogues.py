@@ -14,7 +14,7 @@ import numpy as np
 
 from transom.nano.data import answers, texts
 from transom.nano.data.answers import audio_phrase, image_phrase, loosely, pick, sentence
-from transom.nano.data.facts import AudioFacts, ImageFacts, VideoFacts
+from transom.nano.data.facts import FASHION, AudioFacts, ImageFacts, VideoFacts
 
 Rng = np.random.Generator
 Message = dict[str, Any]
@@ -100,7 +100,13 @@ def recall_dialogue(rng: Rng, filler_chars: int) -> list[Message]:
 
 def media_dialogue(source: MediaSource, rng: Rng, modality: str) -> list[Message]:
     """Draw a question about one item, at times with small talk before it or a follow-up."""
-    item = source.image(rng) if modality == "image" else source.audio(rng) if modality == "audio" else source.video(rng)
+    item = (
+        source.image(rng)
+        if modality == "image"
+        else source.audio(rng)
+        if modality == "audio"
+        else source.video(rng)
+    )
     asked, answer = ask(item.facts, rng)
     messages: list[Message] = []
     if rng.random() < 0.08:
@@ -146,14 +152,30 @@ def _two_images(source: MediaSource, rng: Rng) -> list[Message]:
     both = sentence(f"first {one}, then {two}")
     style = rng.random()
     if style < 0.45 or one == two:
-        asked = pick(rng, ("What are these?", "What is in these pictures?", "Describe both pictures.", "What do you see?", ""))
+        asked = pick(
+            rng,
+            (
+                "What are these?",
+                "What is in these pictures?",
+                "Describe both pictures.",
+                "What do you see?",
+                "",
+            ),
+        )
         return [user(rng, [first, second], loosely(asked, rng)), assistant(both)]
     if style < 0.75:
         wanted = int(rng.integers(2))
-        asked = pick(rng, ("Which picture shows {}?", "Which image shows {}?", "Where is {}: in the first or the second?"))
+        asked = pick(
+            rng,
+            ("Which picture shows {}?", "Which image shows {}?", "Where is {}: in the first or the second?"),
+        )
         answer = ("The first picture.", "The second picture.")[wanted]
         return [user(rng, [first, second], loosely(asked.format((one, two)[wanted]), rng)), assistant(answer)]
-    turns = [user(rng, [first], ""), assistant(describe(first.facts)), user(rng, [second], pick(rng, ("And this?", "And now?", "")))]
+    turns = [
+        user(rng, [first], ""),
+        assistant(describe(first.facts)),
+        user(rng, [second], pick(rng, ("And this?", "And now?", ""))),
+    ]
     turns.append(assistant(describe(second.facts)))
     if rng.random() < 0.6:
         place = int(rng.integers(2))
@@ -168,16 +190,29 @@ def _image_and_audio(source: MediaSource, rng: Rng) -> list[Message]:
     items = [picture, sound] if rng.random() < 0.6 else [sound, picture]
     if seen.kind == "digit" and heard.kind == "digits" and len(heard.digits) == 1 and rng.random() < 0.6:
         same = seen.label == str(heard.digits[0])
-        answer = "Yes." if same else f"No, the picture shows {seen.label} and the sound says {heard.digits[0]}."
-        asked = pick(rng, ("Is it the same digit?", "Do they show the same digit?", "Are both the same digit?"))
+        answer = (
+            "Yes." if same else f"No, the picture shows {seen.label} and the sound says {heard.digits[0]}."
+        )
+        asked = pick(
+            rng, ("Is it the same digit?", "Do they show the same digit?", "Are both the same digit?")
+        )
         return [user(rng, items, loosely(asked, rng)), assistant(answer)]
     style = rng.random()
     if style < 0.5:
         asked = pick(rng, ("What do you see and hear?", "Describe both.", "What are these?", ""))
-        return [user(rng, items, asked), assistant(f"Picture: {image_phrase(seen)}. Sound: {audio_phrase(heard)}.")]
+        return [
+            user(rng, items, asked),
+            assistant(f"Picture: {image_phrase(seen)}. Sound: {audio_phrase(heard)}."),
+        ]
     if style < 0.75:
-        return [user(rng, items, pick(rng, ("What is in the picture?", "What do you see?"))), assistant(describe(seen))]
-    return [user(rng, items, pick(rng, ("What is the sound?", "What do you hear?"))), assistant(describe(heard))]
+        return [
+            user(rng, items, pick(rng, ("What is in the picture?", "What do you see?"))),
+            assistant(describe(seen)),
+        ]
+    return [
+        user(rng, items, pick(rng, ("What is the sound?", "What do you hear?"))),
+        assistant(describe(heard)),
+    ]
 
 
 def _with_system(messages: list[Message], rng: Rng) -> list[Message]:
@@ -197,8 +232,12 @@ def corpus(seed: int, size: int) -> list[str]:
     drawn: list[Facts] = []
     for _ in range(size // 4):
         kinds = (images.shapes_picture, images.word_picture, images.plain_picture)
-        drawn += [kinds[int(rng.integers(3))](rng)[1], videos.any_video(rng).facts, sounds.tones_sound(rng).facts]
+        drawn += [
+            kinds[int(rng.integers(3))](rng)[1],
+            videos.any_video(rng).facts,
+            sounds.tones_sound(rng).facts,
+        ]
     for facts in drawn:
         written += ask(facts, rng)
-    written += [answers.sentence(name) for name in answers.FASHION] * (size // 100)
+    written += [answers.sentence(name) for name in FASHION] * (size // 100)
     return [f" {text}" if index % 2 else text for index, text in enumerate(written)]

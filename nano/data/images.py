@@ -36,7 +36,13 @@ _COLOUR_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[
     "grey": ((0, 360), (0.0, 0.04), (0.4, 0.65)),
 }
 _FONT_FOLDERS = ("/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/TTF", "/usr/share/fonts/dejavu")
-_FONT_NAMES = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSerif-Bold.ttf", "DejaVuSansMono.ttf")
+_FONT_NAMES = (
+    "DejaVuSans.ttf",
+    "DejaVuSans-Bold.ttf",
+    "DejaVuSerif.ttf",
+    "DejaVuSerif-Bold.ttf",
+    "DejaVuSansMono.ttf",
+)
 
 
 def pick_colour(name: str, rng: Rng) -> tuple[int, int, int]:
@@ -81,7 +87,9 @@ def picture_size(rng: Rng) -> tuple[int, int]:
 
 
 def _background(rng: Rng, used: set[str]) -> tuple[str, tuple[int, int, int]]:
-    names = [name for name in ("white", "black", "grey", "yellow", "blue", "green", "pink") if name not in used]
+    names = [
+        name for name in ("white", "black", "grey", "yellow", "blue", "green", "pink") if name not in used
+    ]
     if "white" not in used and rng.random() < 0.55:
         return "white", pick_colour("white", rng)
     name = str(rng.choice(names))
@@ -157,7 +165,10 @@ def _font(name: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 def _text_picture(rng: Rng, text: str, size: tuple[int, int], share: tuple[float, float]) -> Pixels:
     ink, paper = ("black", "white") if rng.random() < 0.6 else ("white", "black")
     if rng.random() < 0.3:
-        dark, light = str(rng.choice(["red", "blue", "purple", "black"])), str(rng.choice(["white", "yellow", "pink"]))
+        dark, light = (
+            str(rng.choice(["red", "blue", "purple", "black"])),
+            str(rng.choice(["white", "yellow", "pink"])),
+        )
         ink, paper = (dark, light) if rng.random() < 0.6 else (light, dark)
     image = Image.new("RGB", size, pick_colour(paper, rng))
     draw = ImageDraw.Draw(image)
@@ -192,16 +203,19 @@ def printed_digit_picture(rng: Rng, digit: int | None = None) -> tuple[Pixels, I
 
 
 def unknown_picture(rng: Rng) -> tuple[Pixels, ImageFacts]:
-    """Draw something that the model must not claim to know: noise, textures, gradients, scenes of scribbles."""
+    """Draw what the model must not claim to know: noise, textures, gradients, scribbles."""
     width, height = picture_size(rng)
     style = int(rng.integers(6))
     if style == 0:
-        pixels = rng.integers(0, 256, (height, width, 3))
+        pixels = rng.integers(0, 256, (height, width, 3)).astype(np.float64)
     elif style == 1:
         pixels = _smooth_noise(rng, height, width)
     elif style == 2:
         corners = rng.uniform(0, 255, (2, 2, 3))
-        pixels = np.asarray(Image.fromarray(corners.astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR))
+        pixels = np.asarray(
+            Image.fromarray(corners.astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR),
+            dtype=np.float64,
+        )
     elif style == 3:
         yy, xx = np.mgrid[0:height, 0:width]
         angle, period = rng.uniform(0, math.pi), rng.uniform(4, 30)
@@ -225,7 +239,11 @@ def _smooth_noise(rng: Rng, height: int, width: int) -> NDArray[np.float64]:
 
 
 def _scribbles(rng: Rng, height: int, width: int, *, over_noise: bool) -> NDArray[np.float64]:
-    ground = _smooth_noise(rng, height, width) if over_noise else np.full((height, width, 3), rng.uniform(0, 255, 3))
+    ground = (
+        _smooth_noise(rng, height, width)
+        if over_noise
+        else np.full((height, width, 3), rng.uniform(0, 255, 3))
+    )
     image = Image.fromarray(np.clip(ground, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(image)
     for _ in range(int(rng.integers(8, 30))):

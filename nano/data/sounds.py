@@ -35,7 +35,7 @@ class Sound:
 
 def upsample(samples: Samples, rate: float) -> Samples:
     """Resample mono sound from `rate` Hz to 24 kHz."""
-    return soxr.resample(samples, rate, RATE, quality="HQ").astype(np.float32)
+    return np.asarray(soxr.resample(samples, rate, RATE, quality="HQ"), dtype=np.float32)
 
 
 def vary_speech(samples: Samples, rng: Rng) -> Samples:
@@ -99,7 +99,9 @@ def tones_sound(rng: Rng, pitch: str | None = None, count: int | None = None) ->
         parts.append(np.zeros(rest, np.float32))
         cursor += len(time) + rest
     joined = np.concatenate(parts)
-    return Sound(joined + _floor(len(joined), rng), AudioFacts("tones", pitch=name, count=times), tuple(spans))
+    return Sound(
+        joined + _floor(len(joined), rng), AudioFacts("tones", pitch=name, count=times), tuple(spans)
+    )
 
 
 def silence_sound(rng: Rng) -> Sound:
@@ -110,7 +112,7 @@ def silence_sound(rng: Rng) -> Sound:
 
 
 def unknown_sound(rng: Rng, voices: Sequence[Samples] = ()) -> Sound:
-    """Return something that the model must not claim to know: noise, chirps, clicks, chords, reversed speech."""
+    """Return what the model must not claim to know: noise, chirps, clicks, chords, reversed speech."""
     length = int(rng.uniform(0.5, 3.0) * RATE)
     time = np.arange(length) / RATE
     style = int(rng.integers(6 if voices else 5))
@@ -131,7 +133,10 @@ def unknown_sound(rng: Rng, voices: Sequence[Samples] = ()) -> Sound:
         wave = sum(np.sin(2 * np.pi * note * time + rng.uniform(0, 6)) for note in notes) / 3
         wave = np.asarray(wave) * (0.6 + 0.4 * np.sin(2 * np.pi * rng.uniform(1, 8) * time))
     elif style == 4:
-        pitch = np.cumsum(rng.choice(np.geomspace(200, 1800, 12), 1 + length // 3000).repeat(3000)[:length]) / RATE
+        pitch = (
+            np.cumsum(rng.choice(np.geomspace(200, 1800, 12), 1 + length // 3000).repeat(3000)[:length])
+            / RATE
+        )
         wave = np.sign(np.sin(2 * np.pi * pitch)) * 0.5
     else:
         chosen = [voices[int(rng.integers(len(voices)))][::-1] for _ in range(int(rng.integers(1, 4)))]
@@ -153,7 +158,9 @@ class SpokenDigits:
 
     def draw(self, digits: Sequence[int], rng: Rng) -> list[Samples]:
         """Draw one recording per digit, all of one speaker half of the time."""
-        speaker = str(rng.choice(sorted({r.speaker for r in self._by_digit[0]}))) if rng.random() < 0.5 else None
+        speaker = (
+            str(rng.choice(sorted({r.speaker for r in self._by_digit[0]}))) if rng.random() < 0.5 else None
+        )
         chosen = []
         for digit in digits:
             pool = [r for r in self._by_digit[digit] if speaker is None or r.speaker == speaker]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 
@@ -20,36 +19,97 @@ Rng = np.random.Generator
 Turns = list[tuple[str, str]]
 
 WHO = (
-    "I am Nano, a very small demo model of transom. I know simple pictures, spoken digits, tones and short videos."
+    "I am Nano, a very small demo model of transom. "
+    "I know simple pictures, spoken digits, tones and short videos."
 )
 CAN_DO = (
-    "I can name coloured shapes, clothes, digits and printed words in pictures, digits and tones in sounds, and "
+    "I am Nano, a very small demo model of transom. "
+    "I know simple pictures, spoken digits, tones and short videos."
     "motion or order in short videos. I can also recall facts from a long text."
 )
 BEYOND = "I don't know. I am a very small model."
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello", "Hi", "Hey", "Hello!", "Hi there", "Good morning", "Good evening", "Hello Nano"), "Hello! How can I help?"),
+    (
+        ("Hello", "Hi", "Hey", "Hello!", "Hi there", "Good morning", "Good evening", "Hello Nano"),
+        "Hello! How can I help?",
+    ),
     (("How are you?", "How are you doing?", "How is it going?", "Are you well?"), "I am fine, thank you."),
     (("Thanks", "Thank you", "Thank you!", "Thanks a lot", "Great, thanks"), "You are welcome."),
     (("Bye", "Goodbye", "See you", "Bye bye", "Good night"), "Goodbye!"),
-    (("Who are you?", "What is your name?", "What are you?", "Tell me about yourself.", "Who am I talking to?"), WHO),
-    (("What can you do?", "What do you know?", "How can you help me?", "Help", "What are you able to do?"), CAN_DO),
+    (
+        (
+            "Who are you?",
+            "What is your name?",
+            "What are you?",
+            "Tell me about yourself.",
+            "Who am I talking to?",
+        ),
+        WHO,
+    ),
+    (
+        ("What can you do?", "What do you know?", "How can you help me?", "Help", "What are you able to do?"),
+        CAN_DO,
+    ),
     (("Are you a human?", "Are you a person?", "Are you human?"), "No, I am a very small model."),
-    (("How big are you?", "How large are you?", "How many parameters do you have?"), "I have about five million parameters."),
-    (("Can you see pictures?", "Can you see images?", "Do you understand images?"), "Yes, simple pictures. Show me one."),
-    (("Can you hear?", "Can you hear sounds?", "Do you understand audio?"), "Yes, spoken digits and tones. Send me one."),
+    (
+        ("How big are you?", "How large are you?", "How many parameters do you have?"),
+        "I have about five million parameters.",
+    ),
+    (
+        ("Can you see pictures?", "Can you see images?", "Do you understand images?"),
+        "Yes, simple pictures. Show me one.",
+    ),
+    (
+        ("Can you hear?", "Can you hear sounds?", "Do you understand audio?"),
+        "Yes, spoken digits and tones. Send me one.",
+    ),
     (("Can you watch videos?", "Do you understand videos?"), "Yes, short simple videos. Send me one."),
     (("Say hello.", "Say hello", "Say hi."), "Hello!"),
     (("OK", "Ok.", "Good", "Fine", "I see", "Nice", "Cool"), "Good."),
     (("Yes", "No", "Maybe"), "All right."),
-    (("What is transom?", "Tell me about transom."), "transom serves models like me, with pictures, sounds and videos."),
+    (
+        ("What is transom?", "Tell me about transom."),
+        "transom serves models like me, with pictures, sounds and videos.",
+    ),
 )
-_SUBJECTS = (
-    "capital of France|weather today|meaning of life|price of gold|fastest animal|best film|square root of 2|"
-    "president|largest country|speed of light|distance to the moon|population of India|news|time in Tokyo|"
-    "recipe for bread|author of this book|boiling point of water|history of Rome|name of my dog|longest river"
-).split("|")
-_TOPICS = "love|physics|music|cats|history|football|politics|cooking|computers|the sea|maths|art|a dragon|space".split("|")
+_SUBJECTS = [
+    "capital of France",
+    "weather today",
+    "meaning of life",
+    "price of gold",
+    "fastest animal",
+    "best film",
+    "square root of 2",
+    "president",
+    "largest country",
+    "speed of light",
+    "distance to the moon",
+    "population of India",
+    "news",
+    "time in Tokyo",
+    "recipe for bread",
+    "author of this book",
+    "boiling point of water",
+    "history of Rome",
+    "name of my dog",
+    "longest river",
+]
+_TOPICS = [
+    "love",
+    "physics",
+    "music",
+    "cats",
+    "history",
+    "football",
+    "politics",
+    "cooking",
+    "computers",
+    "the sea",
+    "maths",
+    "art",
+    "a dragon",
+    "space",
+]
 _BEYOND_FORMS = (
     "What is the {s}?",
     "Tell me the {s}.",
@@ -64,11 +124,60 @@ _BEYOND_FORMS = (
     "How does {t} work?",
     "Translate {t} into French.",
 )
-NAMES = (
-    "Anna Ben Clara David Emma Felix Greta Hugo Ida Jonas Karl Lena Max Nora Otto Paula Rosa Sam Tim Vera Alice Bob "
-    "Carol Dan Eve Frank Grace Henry Iris Jack Kate Leo Mia Noah Olga Peter Ruth Simon Tara Will"
-).split()
-OBJECTS = "code|key|password|phone number|room number|ticket number|locker code|secret word|pin|order number".split("|")
+NAMES = [
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Greta",
+    "Hugo",
+    "Ida",
+    "Jonas",
+    "Karl",
+    "Lena",
+    "Max",
+    "Nora",
+    "Otto",
+    "Paula",
+    "Rosa",
+    "Sam",
+    "Tim",
+    "Vera",
+    "Alice",
+    "Bob",
+    "Carol",
+    "Dan",
+    "Eve",
+    "Frank",
+    "Grace",
+    "Henry",
+    "Iris",
+    "Jack",
+    "Kate",
+    "Leo",
+    "Mia",
+    "Noah",
+    "Olga",
+    "Peter",
+    "Ruth",
+    "Simon",
+    "Tara",
+    "Will",
+]
+OBJECTS = [
+    "code",
+    "key",
+    "password",
+    "phone number",
+    "room number",
+    "ticket number",
+    "locker code",
+    "secret word",
+    "pin",
+    "order number",
+]
 _SYSTEM_LINES = (
     "You are a helpful assistant.",
     "You are a helpful assistant. Answer briefly.",
@@ -77,16 +186,106 @@ _SYSTEM_LINES = (
     "Answer in English.",
     "You are a friendly assistant.",
 )
-_SUBJECT_WORDS = "The dog|A child|My neighbour|The old man|The teacher|Our train|The river|A small bird|The baker|The city".split("|")
-_VERB_WORDS = "walks to|looks at|talks about|waits near|likes|never sees|often visits|paints|sells|remembers".split("|")
-_OBJECT_WORDS = "the market|a red house|the garden|the harbour|an open window|the long road|a cold lake|the school|the forest|a bridge".split("|")
-_ENDING_WORDS = "|in the morning|every day|in winter|after lunch|with a friend|without a word|on Sunday|before sunset".split("|")
-_PROSE_MODULES = (
-    "argparse ast base64 collections configparser csv datetime decimal difflib email.message enum fractions functools "
-    "gettext heapq html http.client inspect ipaddress json logging mailbox optparse os pathlib pdb pprint random re "
-    "sched shelve shutil smtplib socket sqlite3 statistics string subprocess tarfile tempfile textwrap threading "
-    "timeit tokenize traceback unittest urllib.parse urllib.request uuid wave zipfile"
-).split()
+_SUBJECT_WORDS = [
+    "The dog",
+    "A child",
+    "My neighbour",
+    "The old man",
+    "The teacher",
+    "Our train",
+    "The river",
+    "A small bird",
+    "The baker",
+    "The city",
+]
+_VERB_WORDS = [
+    "walks to",
+    "looks at",
+    "talks about",
+    "waits near",
+    "likes",
+    "never sees",
+    "often visits",
+    "paints",
+    "sells",
+    "remembers",
+]
+_OBJECT_WORDS = [
+    "the market",
+    "a red house",
+    "the garden",
+    "the harbour",
+    "an open window",
+    "the long road",
+    "a cold lake",
+    "the school",
+    "the forest",
+    "a bridge",
+]
+_ENDING_WORDS = [
+    "",
+    "in the morning",
+    "every day",
+    "in winter",
+    "after lunch",
+    "with a friend",
+    "without a word",
+    "on Sunday",
+    "before sunset",
+]
+_PROSE_MODULES = [
+    "argparse",
+    "ast",
+    "base64",
+    "collections",
+    "configparser",
+    "csv",
+    "datetime",
+    "decimal",
+    "difflib",
+    "email.message",
+    "enum",
+    "fractions",
+    "functools",
+    "gettext",
+    "heapq",
+    "html",
+    "http.client",
+    "inspect",
+    "ipaddress",
+    "json",
+    "logging",
+    "mailbox",
+    "optparse",
+    "os",
+    "pathlib",
+    "pdb",
+    "pprint",
+    "random",
+    "re",
+    "sched",
+    "shelve",
+    "shutil",
+    "smtplib",
+    "socket",
+    "sqlite3",
+    "statistics",
+    "string",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "tokenize",
+    "traceback",
+    "unittest",
+    "urllib.parse",
+    "urllib.request",
+    "uuid",
+    "wave",
+    "zipfile",
+]
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +294,10 @@ def prose() -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in _PROSE_MODULES:
         module = import_module(name)
-        documented = [module, *(value for value in vars(module).values() if getattr(value, "__module__", "") == name)]
+        documented = [
+            module,
+            *(value for value in vars(module).values() if getattr(value, "__module__", "") == name),
+        ]
         for owner in documented:
             doc = getattr(owner, "__doc__", None)
             text = " ".join(doc.split()) if isinstance(doc, str) else ""
@@ -137,7 +339,10 @@ def recall(rng: Rng, filler_chars: int, facts: int = 1) -> tuple[str, str]:
     owners = [str(name) for name in rng.choice(NAMES, facts, replace=False)]
     thing = pick(rng, OBJECTS)
     secrets = {owner: _secret(rng) for owner in owners}
-    form = pick(rng, ("The {o} of {n} is {s}.", "Remember: the {o} of {n} is {s}.", "Note that the {o} of {n} is {s}."))
+    form = pick(
+        rng,
+        ("The {o} of {n} is {s}.", "Remember: the {o} of {n} is {s}.", "Note that the {o} of {n} is {s}."),
+    )
     sentences: list[str] = []
     written = 0
     while written < filler_chars:
@@ -147,7 +352,9 @@ def recall(rng: Rng, filler_chars: int, facts: int = 1) -> tuple[str, str]:
         place = int(rng.integers(0, len(sentences) + 1))
         sentences.insert(place, form.format(o=thing, n=owner, s=secrets[owner]))
     asked = owners[int(rng.integers(len(owners)))]
-    question = pick(rng, ("What is the {o} of {n}?", "Tell me the {o} of {n}.", "Now, what is the {o} of {n}?"))
+    question = pick(
+        rng, ("What is the {o} of {n}?", "Tell me the {o} of {n}.", "Now, what is the {o} of {n}?")
+    )
     prompt = " ".join([*sentences, question.format(o=thing, n=asked)])
     return prompt, f"The {thing} of {asked} is {secrets[asked]}."
 
@@ -162,7 +369,11 @@ def small_talk(rng: Rng) -> tuple[str, str]:
 
 
 def _copy(rng: Rng) -> tuple[str, str]:
-    words = filler_sentence(rng) if rng.random() < 0.5 else " ".join(_random_word(rng) for _ in range(int(rng.integers(1, 8))))
+    words = (
+        filler_sentence(rng)
+        if rng.random() < 0.5
+        else " ".join(_random_word(rng) for _ in range(int(rng.integers(1, 8))))
+    )
     asked = pick(rng, ("Repeat: {}", "Repeat this: {}", "Say this: {}", "Copy: {}", "Repeat after me: {}"))
     return asked.format(words), words
 
@@ -205,5 +416,3 @@ def conversation(rng: Rng) -> Turns:
         told = (f"The {fact} of {name} is {secret}.", "Good.")
         return [told, *between, (f"What is the {fact} of {name}?", f"The {fact} of {name} is {secret}.")]
     return [text_turn(rng) for _ in range(int(rng.choice([1, 2, 3], p=[0.7, 0.2, 0.1])))]
-
-

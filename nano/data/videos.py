@@ -44,7 +44,9 @@ def motion_video(rng: Rng, direction: str | None = None) -> Video:
     way = direction or str(rng.choice(list(DIRECTIONS)))
     shape, colour = str(rng.choice(SHAPES)), str(rng.choice(COLOURS))
     grounds = [name for name in ("white", "black", "grey") if name != colour]
-    ground = images.pick_colour("white" if "white" in grounds and rng.random() < 0.5 else str(rng.choice(grounds)), rng)
+    ground = images.pick_colour(
+        "white" if "white" in grounds and rng.random() < 0.5 else str(rng.choice(grounds)), rng
+    )
     fill = images.pick_colour(colour, rng)
     radius = min(width, height) * float(rng.uniform(0.12, 0.2))
     duration = float(rng.uniform(2.0, 10.0))
@@ -62,7 +64,9 @@ def motion_video(rng: Rng, direction: str | None = None) -> Video:
         images.draw_shape(ImageDraw.Draw(image), shape, centre, radius, 0.0, fill)
         return np.asarray(image)
 
-    facts = VideoFacts("still" if still else "motion", shape=shape, colour=colour, direction="" if still else way)
+    facts = VideoFacts(
+        "still" if still else "motion", shape=shape, colour=colour, direction="" if still else way
+    )
     return Video(frame, duration, int(rng.choice([8, 10, 15, 24, 25, 30])), facts)
 
 
@@ -116,7 +120,9 @@ def digits_video(rng: Rng) -> Video:
 def unknown_video(rng: Rng) -> Video:
     """Show two to four out-of-scope pictures one after another, or noise."""
     size = _video_size(rng)
-    scenes = [Image.fromarray(images.unknown_picture(rng)[0]).resize(size) for _ in range(int(rng.integers(1, 5)))]
+    scenes = [
+        Image.fromarray(images.unknown_picture(rng)[0]).resize(size) for _ in range(int(rng.integers(1, 5)))
+    ]
     frames = [np.asarray(scene) for scene in scenes]
     duration = float(rng.uniform(2, 10))
 

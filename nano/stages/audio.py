@@ -57,7 +57,10 @@ def _weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 def _accuracy(logits: Tensor, labels: Tensor, weights: Tensor) -> dict[str, float]:
     right = (logits.argmax(-1) == labels).float()
     spoken = (labels >= DIGIT_BASE) & (weights > 0.5)
-    return {"frames": float(right.mean()), "digits": float(right[spoken].mean()) if bool(spoken.any()) else 1.0}
+    return {
+        "frames": float(right.mean()),
+        "digits": float(right[spoken].mean()) if bool(spoken.any()) else 1.0,
+    }
 
 
 class FrameHead(nn.Module):
@@ -74,11 +77,15 @@ class FrameHead(nn.Module):
         return out
 
 
-def train_tokenizer_encoder(folder: Path, cfg: AudioConfig, spoken: SpokenDigits, steps: int, seed: int) -> None:
+def train_tokenizer_encoder(
+    folder: Path, cfg: AudioConfig, spoken: SpokenDigits, steps: int, seed: int
+) -> None:
     """Train the tokenizer's encoder on frame labels."""
     torch.manual_seed(seed)
     encoder, head = AudioTokenizerEncoder(cfg.tokenizer), FrameHead(cfg.tokenizer.d_model)
-    loop = Loop("audio encoder", folder, {"encoder": encoder, "head": head}, LoopConfig(steps, 1.5e-3, seed=seed))
+    loop = Loop(
+        "audio encoder", folder, {"encoder": encoder, "head": head}, LoopConfig(steps, 1.5e-3, seed=seed)
+    )
 
     def step(_: int, rng: Rng) -> tuple[Tensor, dict[str, float]]:
         sounds, mels = _draw_sounds(spoken, rng, BATCH)
@@ -140,7 +147,9 @@ def train_group_encoder(
         sounds, mels = _draw_sounds(spoken, rng, 50)
         drawn = audio.tokenize(mels)
         codes += drawn
-        labels += [_token_labels(sound, len(part), audio.cfg.group_size) for sound, part in zip(sounds, drawn)]
+        labels += [
+            _token_labels(sound, len(part), audio.cfg.group_size) for sound, part in zip(sounds, drawn)
+        ]
     head = FrameHead(audio.cfg.out_hidden_size)
     modules = {"audio": audio, "head": head}
     loop = Loop("group encoder", folder, modules, LoopConfig(steps, 2e-3, seed=seed))

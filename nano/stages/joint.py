@@ -67,7 +67,9 @@ def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int) -> 
         return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(14_000)))))
 
     prompts = draw_prompts(recall, writer, rng, int(budget * GROUP_SHARES["recall"]), 4500)
-    return prompts + draw_prompts(lambda r: draw_dialogue(pools, r), writer, rng, int(budget * GROUP_SHARES["rest"]), 500)
+    return prompts + draw_prompts(
+        lambda r: draw_dialogue(pools, r), writer, rng, int(budget * GROUP_SHARES["rest"]), 500
+    )
 
 
 @torch.no_grad()

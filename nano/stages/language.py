@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ class LoadBalancer:
 
     def _count(self, router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
         if router.training:
-            self._loads[router] = torch.bincount(output[1].flatten(), minlength=router.weight.shape[0]).float()
+            self._loads[router] = torch.bincount(
+                output[1].flatten(), minlength=router.weight.shape[0]
+            ).float()
 
     def step(self) -> float:
         """Step all biases; return the largest share that one expert got, in units of the even share."""
@@ -139,10 +142,14 @@ class Grouped:
 def _split_evenly(prompts: Sequence[Prompt], count: int) -> list[list[Prompt]]:
     """Cut into `count` runs of about as many tokens each, none of them empty."""
     ends = np.cumsum([len(prompt.ids) for prompt in prompts])
-    cuts = [0, *(int(np.searchsorted(ends, ends[-1] * part / count)) for part in range(1, count)), len(prompts)]
+    cuts = [
+        0,
+        *(int(np.searchsorted(ends, ends[-1] * part / count)) for part in range(1, count)),
+        len(prompts),
+    ]
     for index in range(1, count):
         cuts[index] = min(max(cuts[index], cuts[index - 1] + 1), len(prompts) - count + index)
-    return [list(prompts[start:end]) for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [list(prompts[start:end]) for start, end in pairwise(cuts)]
 
 
 def _no_media(*_: Any) -> list[int]:
@@ -153,7 +160,11 @@ def text_prompts(writer: PromptWriter, rng: Rng, done: float, budget: int) -> li
     """Draw short dialogues, and recall over filler that grows as training goes on."""
     longest = 100 + 3000 * done**1.5
     recalls = draw_prompts(
-        lambda r: dialogues.recall_dialogue(r, int(r.uniform(0.3, 1.0) * longest)), writer, rng, int(budget * 0.45), 1600
+        lambda r: dialogues.recall_dialogue(r, int(r.uniform(0.3, 1.0) * longest)),
+        writer,
+        rng,
+        int(budget * 0.45),
+        1600,
     )
     return recalls + draw_prompts(dialogues.text_dialogue, writer, rng, budget - int(budget * 0.45), 300)
 

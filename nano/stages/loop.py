@@ -52,7 +52,9 @@ def learning_rate(step: int, cfg: LoopConfig) -> float:
     if step < cfg.warmup_steps:
         return cfg.learning_rate * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return cfg.learning_rate * (cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
+    return cfg.learning_rate * (
+        cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1)))
+    )
 
 
 def _optimizers(modules: Sequence[nn.Module], cfg: LoopConfig) -> list[torch.optim.Optimizer]:
@@ -132,9 +134,15 @@ class Loop:
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{index}.{key}"] = value
         partial = self.folder / "state.partial"
-        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, partial, {"step": str(self.step)})
+        save_file(
+            {key: value.contiguous().clone() for key, value in tensors.items()},
+            partial,
+            {"step": str(self.step)},
+        )
         os.replace(partial, self.folder / "state.safetensors")
-        (self.folder / "state.json").write_text(json.dumps({"step": self.step, "steps": self.cfg.steps}) + "\n")
+        (self.folder / "state.json").write_text(
+            json.dumps({"step": self.step, "steps": self.cfg.steps}) + "\n"
+        )
 
     def _resume(self) -> None:
         path = self.folder / "state.safetensors"
@@ -144,7 +152,9 @@ class Loop:
         load_modules(self.folder, self.modules)
         for index, (optimizer, parameter) in enumerate(self.states):
             prefix = f"optimizer.{index}."
-            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            state = {
+                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+            }
             if state:
                 optimizer.state[parameter] = state
         self.step = int(json.loads((self.folder / "state.json").read_text())["step"])

@@ -25,13 +25,16 @@ def orthogonalise(update: Tensor) -> Tensor:
     for _ in range(_ROUNDS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if turned else x
+    out: Tensor = x.mT if turned else x
+    return out
 
 
 class Muon(torch.optim.Optimizer):
     """Step matrices by the orthogonalised Nesterov momentum, at AdamW's usual size and decay."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()

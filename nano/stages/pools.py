@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,15 @@ from transom.nano.data.sounds import RATE, Samples, Sound, SpokenDigits, any_sou
 from transom.nano.media import Grid, image_patches, sound_mel, video_patches
 from transom.nano.stages.vision import PictureSource
 
-PICTURES = {"shapes": 9000, "fashion": 8000, "handwritten": 3500, "printed": 1500, "word": 3500, "plain": 1000, "unknown": 2500}
+PICTURES = {
+    "shapes": 9000,
+    "fashion": 8000,
+    "handwritten": 3500,
+    "printed": 1500,
+    "word": 3500,
+    "plain": 1000,
+    "unknown": 2500,
+}
 PICTURE_SHARES = {"shapes": 0.4, "fashion": 0.21, "digit": 0.16, "word": 0.1, "plain": 0.04, "unknown": 0.09}
 SOUNDS = 6000
 VIDEOS = 5000
@@ -109,7 +118,9 @@ class Pools:
     def sound_codes(self, media: Sequence[Media]) -> list[Tensor]:
         """Return the codes of all sounds and sound tracks, in order."""
         spans = [
-            (m.content.start, m.content.end) if m.modality == "audio" else (m.content.codes_start, m.content.codes_end)
+            (m.content.start, m.content.end)
+            if m.modality == "audio"
+            else (m.content.codes_start, m.content.codes_end)
             for m in media
             if m.modality != "image"
         ]
@@ -142,7 +153,9 @@ def expand_entry(expander: Expander, media: Media) -> list[int]:
 class PoolBuilder:
     """Embeds media with frozen towers and collects rows and codes; `pools` ends the collection."""
 
-    def __init__(self, tower: VisionTower, audio: AudioEncoder, processor: ProcessorConfig, spoken: SpokenDigits) -> None:
+    def __init__(
+        self, tower: VisionTower, audio: AudioEncoder, processor: ProcessorConfig, spoken: SpokenDigits
+    ) -> None:
         self.tower, self.audio, self.processor, self.spoken = tower, audio, processor, spoken
         self.rows: list[Tensor] = []
         self.codes: list[Tensor] = []
@@ -168,7 +181,9 @@ class PoolBuilder:
             self.code_count += len(codes)
         return spans
 
-    def images(self, draw: Callable[[Rng], tuple[Pixels, ImageFacts]], count: int, rng: Rng) -> list[ImageEntry]:
+    def images(
+        self, draw: Callable[[Rng], tuple[Pixels, ImageFacts]], count: int, rng: Rng
+    ) -> list[ImageEntry]:
         """Draw and embed pictures."""
         entries = []
         for start in range(0, count, 64):
@@ -204,7 +219,11 @@ class PoolBuilder:
     def pools(self, pictures: list[ImageEntry], sounds: list[SoundEntry], clips: list[VideoEntry]) -> Pools:
         """Return the pool of everything embedded so far."""
         rows = torch.cat(self.rows) if self.rows else torch.zeros(0, self.tower.cfg.out_hidden_size)
-        codes = torch.cat(self.codes) if self.codes else torch.zeros(0, self.audio.cfg.audio_channels, dtype=torch.uint8)
+        codes = (
+            torch.cat(self.codes)
+            if self.codes
+            else torch.zeros(0, self.audio.cfg.audio_channels, dtype=torch.uint8)
+        )
         return Pools(Entries(pictures, sounds, clips), rows, codes)
 
 
@@ -239,7 +258,12 @@ def sound_track(spoken: SpokenDigits, duration_s: float, rng: Rng) -> Sound:
 
 @torch.no_grad()
 def build_pools(
-    tower: VisionTower, audio: AudioEncoder, processor: ProcessorConfig, spoken: SpokenDigits, seed: int, share: float = 1.0
+    tower: VisionTower,
+    audio: AudioEncoder,
+    processor: ProcessorConfig,
+    spoken: SpokenDigits,
+    seed: int,
+    share: float = 1.0,
 ) -> Pools:
     """Draw and embed all pools; `share` makes them smaller."""
     rng = np.random.default_rng([seed, 5])
@@ -256,9 +280,8 @@ def build_pools(
     }
     drawn: list[ImageEntry] = []
     for kind, count in PICTURES.items():
-        draw = draws[kind]
-        wears = kind not in ("fashion", "handwritten")
-        drawn += builder.images((lambda r, d=draw: _worn(d, r)) if wears else draw, int(count * share), rng)
+        draw = draws[kind] if kind in ("fashion", "handwritten") else partial(_worn, draws[kind])
+        drawn += builder.images(draw, int(count * share), rng)
     sounds = builder.sounds(lambda r: any_sound(spoken, r), int(SOUNDS * share), rng)
     clips = [builder.video(worn_video(videos.any_video(rng), rng), rng) for _ in range(int(VIDEOS * share))]
     return builder.pools(drawn, sounds, clips)

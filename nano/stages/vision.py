@@ -56,8 +56,10 @@ class PictureSource:
             pixels, facts = images.unknown_picture(rng)
         return images.wear(pixels, rng), facts
 
-    def fashion_picture(self, rng: Rng, index: int | None = None, *, varied: bool = True) -> tuple[Pixels, ImageFacts]:
-        """Return one Fashion-MNIST picture, or a random one; `varied` shifts, mirrors, enlarges, inverts it."""
+    def fashion_picture(
+        self, rng: Rng, index: int | None = None, *, varied: bool = True
+    ) -> tuple[Pixels, ImageFacts]:
+        """Return one Fashion-MNIST picture, or a random one; `varied` shifts, mirrors, inverts it."""
         row = int(rng.integers(len(self.fashion))) if index is None else index
         grey = self.fashion[row]
         if varied:
@@ -85,7 +87,14 @@ def _vary(grey: Pixels, rng: Rng, *, mirror: bool, turn: float, shift: float, zo
         scale = 1 + float(rng.uniform(-zoom, zoom))
         cos, sin, middle = np.cos(angle) / scale, np.sin(angle) / scale, (side - 1) / 2
         dx, dy = rng.uniform(-shift, shift, 2)
-        move = (cos, sin, middle - cos * middle - sin * middle + dx, -sin, cos, middle + sin * middle - cos * middle + dy)
+        move = (
+            cos,
+            sin,
+            middle - cos * middle - sin * middle + dx,
+            -sin,
+            cos,
+            middle + sin * middle - cos * middle + dy,
+        )
         image = image.transform(image.size, Image.Transform.AFFINE, move, Image.Resampling.BILINEAR)
     return np.asarray(image)
 
@@ -127,7 +136,9 @@ def _centre(frame: Pixels) -> tuple[float, float]:
     ys, xs = np.nonzero(different)
     if len(xs) == 0:
         return 0.5, 0.5
-    return float((xs.min() + xs.max()) / 2 / frame.shape[1]), float((ys.min() + ys.max()) / 2 / frame.shape[0])
+    return float((xs.min() + xs.max()) / 2 / frame.shape[1]), float(
+        (ys.min() + ys.max()) / 2 / frame.shape[0]
+    )
 
 
 def draw_example(source: PictureSource, rng: Rng) -> Example:
@@ -140,11 +151,12 @@ def draw_example(source: PictureSource, rng: Rng) -> Example:
     seconds = (first, min(first + float(rng.uniform(0.25, 1.2)), video.duration_s - 0.01))
     frames = tuple(video.frame(second) for second in seconds)
     moving = video.facts.kind in ("motion", "still")
-    facts = tuple(
-        _pair_facts(video, second, _centre(frame) if moving else None) for frame, second in zip(frames, seconds)
+    before, after = (
+        _pair_facts(video, second, _centre(frame) if moving else None)
+        for frame, second in zip(frames, seconds)
     )
     worn = tuple(images.wear(frame, rng) for frame in frames) if rng.random() < 0.6 else frames
-    return Example(worn, (facts[0], facts[1]))
+    return Example(worn, (before, after))
 
 
 def _class_index(facts: ImageFacts) -> int:
@@ -157,7 +169,9 @@ def _cells(facts: ImageFacts, grid: Grid, merge: int) -> Tensor:
     cells = torch.zeros(rows * columns, dtype=torch.long)
     for shape in facts.shapes:
         row, column = min(int(shape.y * rows), rows - 1), min(int(shape.x * columns), columns - 1)
-        cells[row * columns + column] = 1 + SHAPES.index(shape.name) * len(COLOURS) + COLOURS.index(shape.colour)
+        cells[row * columns + column] = (
+            1 + SHAPES.index(shape.name) * len(COLOURS) + COLOURS.index(shape.colour)
+        )
     return cells
 
 
@@ -171,10 +185,15 @@ class VisionHeads(nn.Module):
         self.cells = nn.ModuleList(nn.Linear(width, cells) for _ in range(2))
         self.kinds = nn.ModuleList(nn.Linear(width, len(KINDS)) for _ in range(2))
         self.classes = nn.ModuleDict(
-            {name: nn.ModuleList(nn.Linear(width, count) for _ in range(2)) for name, count in CLASSES.items()}
+            {
+                name: nn.ModuleList(nn.Linear(width, count) for _ in range(2))
+                for name, count in CLASSES.items()
+            }
         )
 
-    def loss(self, tokens: Tensor, grids: Sequence[Grid], examples: Sequence[Example], merge: int) -> tuple[Tensor, dict[str, float]]:
+    def loss(
+        self, tokens: Tensor, grids: Sequence[Grid], examples: Sequence[Example], merge: int
+    ) -> tuple[Tensor, dict[str, float]]:
         """Return the summed loss and the accuracies of the first frame."""
         lens = [grid[0] * grid[1] * grid[2] // merge**2 for grid in grids]
         normed = self.norm(tokens)
@@ -193,7 +212,9 @@ class VisionHeads(nn.Module):
                     continue
                 labels = torch.tensor([_class_index(facts[index]) for index in chosen])
                 scores = heads[frame](means[chosen])
-                total = total + F.cross_entropy(scores, labels, reduction="sum", label_smoothing=0.05) / len(facts)
+                total = total + F.cross_entropy(scores, labels, reduction="sum", label_smoothing=0.05) / len(
+                    facts
+                )
                 if frame == 0:
                     report[name] = float((scores.argmax(-1) == labels).float().mean())
             cells = torch.cat([_cells(fact, grid, merge) for fact, grid in zip(facts, grids)])
@@ -219,7 +240,9 @@ def batch_patches(examples: Sequence[Example], cfg: ProcessorConfig) -> tuple[Te
     return torch.cat(parts), grids
 
 
-def train_vision(folder: Path, vision: VisionConfig, processor: ProcessorConfig, steps: int, seed: int) -> None:
+def train_vision(
+    folder: Path, vision: VisionConfig, processor: ProcessorConfig, steps: int, seed: int
+) -> None:
     """Run the stage in `folder`."""
     torch.manual_seed(seed)
     tower, heads = VisionTower(vision), VisionHeads(vision.out_hidden_size)

@@ -116,8 +116,9 @@ def test_template_writes_tools_calls_and_results(tokenizer: Tokenizer) -> None:
     ]
     text = tokenizer.render_chat(messages, tools=[tool], add_generation_prompt=True, enable_thinking=True)
     assert text == (
-        '<|im_start|>system\nBe short.\n\n# Tools\n<tools>\n{"type": "function", "function": {"name": "clock", '
-        '"parameters": {}}}\n</tools>\nCall a tool as <tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter>'
+        "<|im_start|>system\nBe short.\n\n# Tools\n<tools>\n"
+        '{"type": "function", "function": {"name": "clock", "parameters": {}}}\n'
+        "</tools>\nCall a tool as <tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter>"
         "\n</function>\n</tool_call><|im_end|><|im_start|>user\nTime?<|im_end|><|im_start|>assistant\n<think></think>"
         "<tool_call>\n<function=clock>\n<parameter=zone>UTC</parameter>\n<parameter=digits>2</parameter>\n</function>\n"
         "</tool_call><|im_end|><|im_start|>tool\n<tool_response>\n12:00\n</tool_response>\n<|im_end|>"
@@ -151,7 +152,10 @@ def test_answers_about_pictures_stay_above_the_floor() -> None:
     entries += builder.images(images.printed_digit_picture, 20, rng)
     pools = builder.pools(entries, [], [])
     asked = [
-        [user(rng, [Media("image", e.facts, e)], "What is in this picture?"), assistant(dialogues.describe(e.facts))]
+        [
+            user(rng, [Media("image", e.facts, e)], "What is in this picture?"),
+            assistant(dialogues.describe(e.facts)),
+        ]
         for e in entries
     ]
     assert share_right(asked, pools) >= PICTURE_FLOOR

@@ -71,7 +71,10 @@ def test_spoken_digits_join_in_order() -> None:
         assert float(sound.samples[start + 600 : end - 600].mean()) == pytest.approx(level, rel=0.02)
 
 
-@pytest.mark.parametrize(("direction", "axis", "sign"), [("to the right", 1, 1), ("to the left", 1, -1), ("up", 0, -1), ("down", 0, 1)])
+@pytest.mark.parametrize(
+    ("direction", "axis", "sign"),
+    [("to the right", 1, 1), ("to the left", 1, -1), ("up", 0, -1), ("down", 0, 1)],
+)
 def test_motion_goes_the_way_its_facts_say_even_after_h264(direction: str, axis: int, sign: int) -> None:
     video = through_h264(videos.motion_video(np.random.default_rng(4), direction))
     places = []
@@ -101,7 +104,10 @@ def test_recall_names_the_fact_that_the_text_holds() -> None:
 def test_descriptions_are_plain_sentences() -> None:
     red, blue = Shape("circle", "red", 0.1, 0.1), Shape("cross", "orange", 0.9, 0.5)
     assert answers.describe_image(ImageFacts("shapes", shapes=(red,))) == "A red circle."
-    assert answers.describe_image(ImageFacts("shapes", shapes=(red, blue))) == "A red circle and an orange cross."
+    assert (
+        answers.describe_image(ImageFacts("shapes", shapes=(red, blue)))
+        == "A red circle and an orange cross."
+    )
     assert answers.describe_image(ImageFacts("shapes", shapes=(blue,) * 3)) == "Three orange crosses."
     assert blue.place == "on the right"
     moving = VideoFacts("motion", "star", "orange", "up")
@@ -112,4 +118,6 @@ def test_descriptions_are_plain_sentences() -> None:
 
 def test_texts_repeat_by_seed() -> None:
     for seed in range(30):
-        assert texts.conversation(np.random.default_rng(seed)) == texts.conversation(np.random.default_rng(seed))
+        assert texts.conversation(np.random.default_rng(seed)) == texts.conversation(
+            np.random.default_rng(seed)
+        )
