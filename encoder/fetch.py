@@ -205,9 +205,8 @@ class _Body:
 class Fetcher:
     """Downloads under limits. All methods run on the loop that called `start`."""
 
-    def __init__(self, limits: FetchLimits, resolver: AbstractResolver | None = None) -> None:
+    def __init__(self, limits: FetchLimits) -> None:
         self.limits = limits
-        self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(limits.concurrency)
 
@@ -215,7 +214,7 @@ class Fetcher:
         """Open the session; no request is made."""
         limits = self.limits
         connector = aiohttp.TCPConnector(
-            resolver=self._resolver or _JudgingResolver(limits.allow_private),
+            resolver=_JudgingResolver(limits.allow_private),
             use_dns_cache=False,
             limit=limits.concurrency,
         )

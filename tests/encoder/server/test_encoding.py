@@ -1,0 +1,151 @@
+"""An encoding that several requests follow, its bounds, and the cache of finished ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from transom.encoder.encoding import Chunk, EmbeddingCache, Encoding
+from transom.encoder.gate import CostGate
+from transom.errors import MediaError
+
+
+def chunk(number: int, last: bool = False, rows: int = 4) -> Chunk:
+    return Chunk([number], np.full((rows, 8), number, np.float32), 0, last)
+
+
+def encoding(key: str = "k", keep: int = 10**6, window: int = 10**6) -> Encoding:
+    return Encoding(key, "image", keep_bytes=keep, window_bytes=window)
+
+
+async def read_all(source: Encoding) -> list[int]:
+    reader = source.join()
+    numbers = []
+    while (part := await source.next(reader)) is not None:
+        numbers.append(part.token_ids[0])
+    source.leave(reader)
+    return numbers
+
+
+async def test_every_reader_gets_every_chunk_in_order_whenever_it_joins() -> None:
+    source = encoding()
+    early = [asyncio.create_task(read_all(source)) for _ in range(3)]
+    for number in range(5):
+        await source.publish(chunk(number, last=number == 4))
+        await asyncio.sleep(0)
+    late = await read_all(source)
+    assert [*await asyncio.gather(*early), late] == [[0, 1, 2, 3, 4]] * 4
+    assert source.complete
+    assert source.media_tokens == 20
+
+
+async def test_an_error_reaches_readers_after_the_chunks_before_it() -> None:
+    source = encoding()
+    reader = source.join()
+    await source.publish(chunk(0))
+    source.fail(MediaError("broken"))
+    assert (await source.next(reader)) is not None
+    with pytest.raises(MediaError, match="broken"):
+        await source.next(reader)
+    assert not source.joinable
+
+
+async def test_the_producer_waits_for_the_slowest_reader() -> None:
+    size = chunk(0).size_bytes
+    source = encoding(window=2 * size)
+    slow, fast = source.join(), source.join()
+
+    async def produce() -> None:
+        for number in range(6):
+            await source.publish(chunk(number, last=number == 5))
+
+    producer = asyncio.create_task(produce())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(source.chunks) == 3
+    assert await source.next(fast) is not None
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(source.chunks) == 3
+    source.leave(slow)
+    for number in range(1, 6):
+        part = await source.next(fast)
+        assert part is not None
+        assert part.token_ids == [number]
+    assert await source.next(fast) is None
+    await producer
+
+
+async def test_what_is_too_large_to_keep_forgets_what_was_delivered() -> None:
+    size = chunk(0).size_bytes
+    source = encoding(keep=2 * size)
+    reader = source.join()
+    for number in range(5):
+        await source.publish(chunk(number))
+        part = await source.next(reader)
+        assert part is not None
+        assert part.token_ids == [number]
+    assert sum(part is not None for part in source.chunks) <= 2
+    assert not source.joinable
+    await source.publish(chunk(5, last=True))
+    assert not source.complete
+
+
+async def finished(key: str, rows: int) -> Encoding:
+    source = encoding(key)
+    await source.publish(chunk(1, last=True, rows=rows))
+    return source
+
+
+async def test_the_cache_drops_the_least_recently_used() -> None:
+    one = await finished("a", 4)
+    cache = EmbeddingCache(3 * one.size_bytes)
+    cache.put(one)
+    for key in ("b", "c"):
+        cache.put(await finished(key, 4))
+    assert cache.get("a") is one
+    cache.put(await finished("d", 4))
+    assert cache.get("b") is None
+    assert cache.get("a") is one
+    assert len(cache) == 3
+    cache.check_integrity()
+    cache.put(await finished("large", 1000))
+    assert cache.get("large") is None
+    assert (cache.hits, cache.misses) == (2, 2)
+
+
+async def test_no_capacity_keeps_nothing() -> None:
+    cache = EmbeddingCache(0)
+    cache.put(await finished("a", 1))
+    assert len(cache) == 0
+
+
+async def test_the_cost_gate_is_fair_and_bounded() -> None:
+    gate = CostGate(10)
+    order: list[str] = []
+
+    async def hold(name: str, cost: int, release: asyncio.Event) -> None:
+        async with gate.hold(cost):
+            order.append(name)
+            await release.wait()
+
+    events = [asyncio.Event() for _ in range(4)]
+    tasks = [
+        asyncio.create_task(hold(name, cost, event))
+        for (name, cost), event in zip([("a", 6), ("big", 50), ("b", 3), ("c", 3)], events, strict=True)
+    ]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == ["a"]  # b would fit, but must not overtake the big one for ever
+    tasks[1].cancel()
+    events[0].set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == ["a", "b", "c"]
+    for event in events:
+        event.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with gate.hold(50):
+        assert order == ["a", "b", "c"]
