@@ -23,9 +23,8 @@ WHO = (
     "I know simple pictures, spoken digits, tones and short videos."
 )
 CAN_DO = (
-    "I am Nano, a very small demo model of transom. "
-    "I know simple pictures, spoken digits, tones and short videos."
-    "motion or order in short videos. I can also recall facts from a long text."
+    "I can name coloured shapes, clothes, digits and printed words in pictures, "
+    "digits and tones in sounds, and motion or order in short videos. I can also recall facts from a long text."
 )
 BEYOND = "I don't know. I am a very small model."
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
