@@ -17,7 +17,6 @@ import torch
 
 from transom.errors import ContextLengthError, DeadlineError, TransomError
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
-from transom.llm.paged_attention import PagedAttention, Span
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.request import (
     Command,
@@ -33,7 +32,8 @@ from transom.llm.request import (
     StartedEvent,
     TokenEvent,
 )
-from transom.llm.sampler import Draw, SamplerState, check_sampling, sample
+from transom.llm.runner import ModelRunner, Step, pages_of
+from transom.llm.sampler import Draw, SamplerState, check_sampling
 from transom.llm.scheduler import FreePages, Limits, Plan, RequestView, plan_step
 from transom.messages import FinishReason
 
@@ -48,15 +48,6 @@ class EngineLimits:
     running_requests: int
     context_len: int
     swa_release_interval: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """`count` tokens of one request, computed in this step; its last row gets a token if `samples`."""
-
-    request: Request
-    count: int
-    samples: bool
 
 
 class Engine:
@@ -78,7 +69,8 @@ class Engine:
         self.context_len = min(limits.context_len, pools.full_pages.capacity * pools.page_size)
         self.waiting_reason = ""  # why the next request in line is not running; "" when none waits
         self._hold = ""
-        self._model = model
+        self._config = model.config
+        self._runner = ModelRunner(model, pools)
         self._pools = pools
         self._limits = limits
         self._policy_limits = Limits(
@@ -115,8 +107,7 @@ class Engine:
             self._retract(self._requests[request_id])
         for request_id in plan.admit:
             self._admit(self._requests[request_id])
-        steps = [self._make_step(request_id, count) for request_id, count in plan.steps.items()]
-        self._compute_isolated(sorted(steps, key=_batch_order))
+        self._compute_isolated([self._make_step(name, count) for name, count in plan.steps.items()])
         self._busy = bool(plan.steps or plan.retract)
         self._check_when_idle()
         self._publish()
@@ -208,7 +199,7 @@ class Engine:
             self._fail(request, error)
 
     def _take_request(self, request: Request) -> None:
-        vocab_size = self._model.config.vocab_size
+        vocab_size = self._config.vocab_size
         check_sampling(request.sampling, vocab_size)
         self._check_ids(request.prompt_ids + request.output_ids)
         if request.host_kv is not None:
@@ -218,7 +209,7 @@ class Engine:
             self._complete_prompt(request)
 
     def _grow(self, request: Request, extend: Extend) -> None:
-        config = self._model.config
+        config = self._config
         begin = len(request.prompt_ids)
         self._check_ids(extend.token_ids)
         if extend.rows is not None and extend.offsets:
@@ -234,7 +225,7 @@ class Engine:
             self._complete_prompt(request)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        vocab_size = self._model.config.vocab_size
+        vocab_size = self._config.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise TransomError(f"token ids {min(ids)} to {max(ids)}; the vocabulary has {vocab_size}")
 
@@ -306,19 +297,19 @@ class Engine:
 
     # Computing.
 
-    def _make_step(self, request_id: str, count: int) -> _Step:
+    def _make_step(self, request_id: str, count: int) -> Step:
         request = self._requests[request_id]
         assert request.kv is not None
         self._pools.extend(request.kv, request.computed + count)
-        return _Step(request, count, request.prompt_complete and count == request.ready_len)
+        return Step(request, count, request.prompt_complete and count == request.ready_len)
 
     @torch.inference_mode()
-    def _compute_isolated(self, steps: Sequence[_Step]) -> None:
+    def _compute_isolated(self, steps: Sequence[Step]) -> None:
         """Compute a batch; if it raises, compute its requests one by one, so that only the culprit fails."""
         if not steps:
             return
         try:
-            draws = self._compute(steps)
+            draws = self._runner.run(steps)
         except Exception as error:
             if len(steps) > 1:
                 logger.warning("a batch of %d requests failed (%s); trying each alone", len(steps), error)
@@ -328,55 +319,18 @@ class Engine:
             logger.exception("request %s failed", steps[0].request.request_id)
             self._fail(steps[0].request, TransomError(f"computing the request failed: {error}"))
             return
+        self._computed_tokens += sum(step.count for step in steps)
         for step in steps:
             self._advance(step, draws.get(step.request.request_id))
 
-    def _compute(self, steps: Sequence[_Step]) -> dict[str, Draw]:
-        """Run the model over the batch; return the draw of each request that was due one."""
-        device = self._pools.device
-        ids: list[int] = []
-        positions: list[int] = []
-        for request, count in ((step.request, step.count) for step in steps):
-            ids += request.tokens(request.computed, request.computed + count)
-            positions += range(request.computed, request.computed + count)
-        x = self._model.embed(torch.tensor(ids, device=device))
-        row = 0
-        for step in steps:
-            self._place_embeddings(x, row, step)
-            row += step.count
-        spans = [Span(_pages_of(step.request), step.request.computed, step.count) for step in steps]
-        attention = PagedAttention(self._pools, spans, self._model.config.layers)
-        hidden = self._model(x, torch.tensor(positions, device=device), attention)
-        self._computed_tokens += len(ids)
-        last_rows = torch.tensor([step.count for step in steps]).cumsum(0).tolist()
-        due = [(step.request, last - 1) for step, last in zip(steps, last_rows) if step.samples]
-        if not due:
-            return {}
-        states = [request.sampler for request, _ in due if request.sampler is not None]
-        rows = torch.tensor([last for _, last in due], device=device)
-        logits = self._model.logits(hidden.index_select(0, rows))
-        draws = sample(logits, states, [len(request.output_ids) for request, _ in due])
-        return {request.request_id: drawn for (request, _), drawn in zip(due, draws)}
-
-    @staticmethod
-    def _place_embeddings(x: torch.Tensor, row: int, step: _Step) -> None:
-        """Put the rows of media over the embeddings of their pads, as far as this chunk covers them."""
-        begin = step.request.computed
-        for part in step.request.embeddings:
-            if part.positions[-1] < begin or part.positions[0] >= begin + step.count:
-                continue
-            low, high = torch.searchsorted(part.positions, torch.tensor([begin, begin + step.count])).tolist()
-            index = (part.positions[low:high] - begin + row).to(x.device)
-            x.index_copy_(0, index, part.rows[low:high].to(x.device, x.dtype))
-
     # After computing.
 
-    def _advance(self, step: _Step, drawn: Draw | None) -> None:
+    def _advance(self, step: Step, drawn: Draw | None) -> None:
         request = step.request
-        kv = _pages_of(request)
+        kv = pages_of(request)
         request.computed += step.count
         kv.length = request.computed
-        if step.count > 1 or kv.length % self._limits.swa_release_interval == 0:
+        if not request.decoding or kv.length % self._limits.swa_release_interval == 0:
             self._pools.slide(kv)
         if drawn is None:
             return
@@ -407,13 +361,13 @@ class Engine:
             return
         # A prefix cache would take the request's pages over here, prompt and output alike.
         if reason is None:
-            host_kv = self._pools.offload(_pages_of(request))
+            host_kv = self._pools.offload(pages_of(request))
             self._events.append(PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv))
         self._forget(request)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.sampling
-        ends = token in self._model.config.eos_token_ids and not sampling.ignore_eos
+        ends = token in self._config.eos_token_ids and not sampling.ignore_eos
         if ends or token in sampling.stop_token_ids:
             return "stop"
         return "length" if len(request.output_ids) >= request.max_tokens else None
@@ -457,16 +411,6 @@ class Engine:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
-
-
-def _batch_order(step: _Step) -> tuple[bool, int]:
-    """Single tokens first, longest KV first, as PagedAttention wants them."""
-    return step.count > 1, -_pages_of(step.request).count
-
-
-def _pages_of(request: Request) -> RequestKV:
-    assert request.kv is not None, f"{request.request_id} holds no pages"
-    return request.kv
 
 
 def _view(request: Request) -> RequestView:

@@ -164,7 +164,7 @@ def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor
     """
     columns = torch.tensor([[s.temperature, s.top_p, s.min_p] for s in settings], device=logits.device)
     temperature, top_p, min_p = columns.T[:, :, None]
-    probabilities = (logits / temperature).softmax(-1)
+    probabilities: torch.Tensor = (logits / temperature).softmax(-1)
     keep = probabilities >= min_p * probabilities.amax(-1, keepdim=True)
     if any(_sorts(s) for s in settings):
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

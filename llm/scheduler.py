@@ -107,16 +107,19 @@ class _Step:
     def decode(self) -> None:
         """One token for each decoding request; when pages run out the last in order make room."""
         for view in [v for v in self.alive if v.decoding]:
+            if not self._room:
+                return
             while view in self.alive and not self._fits(view, 1):
                 self._retract(next(v for v in reversed(self.alive) if v.request_id not in self.tokens))
-            if view in self.alive and self.budget > 0:
+            if view in self.alive:
                 self._take(view, 1)
 
     def prefill(self) -> None:
         """Spend the rest of the budget on prompts that are under way."""
         ready = [v for v in self.alive if not v.decoding and v.ready_len > 0]
         for view in ready:
-            self._take(view, self._affordable(view))
+            if self._room:
+                self._take(view, self._affordable(view))
         if ready and not self.tokens:
             # All pages are held by prompts that can't go on: the first one gets those of the last ones.
             head = ready[0]
@@ -147,6 +150,10 @@ class _Step:
             self._take(view, count)
             claimed += wanted - self._need(view, count)[0] + int(view.decoding)
         return ""
+
+    @property
+    def _room(self) -> bool:
+        return self.budget > 0 and len(self.tokens) < self.limits.running_requests
 
     @property
     def idle(self) -> bool:

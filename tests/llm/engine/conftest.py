@@ -113,9 +113,38 @@ def greedy_reference(
     return ids[len(prompt) :]
 
 
+def assert_greedy_output(
+    output: Sequence[int],
+    model: MiMoV2ForCausalLM,
+    prompt: Sequence[int],
+    steps: int,
+    rows: torch.Tensor | None = None,
+    at: Sequence[int] = (),
+) -> None:
+    """Check `output` against the plain uncached run, in one pass over prompt and output.
+
+    Each token must be the most likely one after those before it, which by induction makes them the tokens of
+    a run that computes everything anew for each token.
+    """
+    assert len(output) == steps
+    ids = torch.tensor([*prompt, *output])
+    with torch.inference_mode():
+        x = model.embed(ids).clone()
+        if rows is not None:
+            x[list(at)] = rows
+        hidden = model(x, torch.arange(len(ids)), PackedAttention([len(ids)]))
+        expected = model.logits(hidden[len(prompt) - 1 : -1]).argmax(-1)
+    assert list(output) == expected.tolist()
+
+
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., list[int]]:
     return greedy_reference
+
+
+@pytest.fixture(scope="session")
+def assert_greedy() -> Callable[..., None]:
+    return assert_greedy_output
 
 
 class Harness:

@@ -1,0 +1,107 @@
+"""Whatever happens to requests at whatever moment, the survivors' tokens are right and nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.request import Drop, Extend, Start
+
+Make = Callable[..., Any]
+Check = Callable[..., None]
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 45), st.integers(1, 25)),
+        st.tuples(st.just("grow"), st.integers(0, 20), st.integers(1, 20)),
+        st.tuples(st.just("drop"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 6), st.just(0)),
+        st.tuples(st.just("hand over"), st.integers(0, 30), st.just(0)),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@given(actions, st.integers(18, 40))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.timeout(600)
+def test_random_traffic(
+    model: MiMoV2ForCausalLM,
+    make_harness: Make,
+    assert_greedy: Check,
+    steps: list[tuple[str, int, int]],
+    pages: int,
+) -> None:
+    """Two engines with little memory: requests start, grow, are dropped, handed over and retracted."""
+    first = make_harness(model, full=pages, swa=pages // 2, batch_tokens=16, context_len=72)
+    second = make_harness(model, full=pages, swa=pages // 2, batch_tokens=8, context_len=72)
+    prompts: dict[str, list[int]] = {}
+    outputs: dict[str, int] = {}
+    growing: dict[str, list[int]] = {}
+    dropped: set[str] = set()
+    handed: set[str] = set()
+
+    def hand_over(name: str) -> None:
+        event = first.prefilled[name]
+        handed.add(name)
+        second.prefilled_elsewhere = frozenset(handed)
+        ids = {"prompt_ids": event.prompt_ids, "prompt_complete": True, "output_ids": [event.first_token]}
+        request = second.request(name, host_kv=event.host_kv, max_tokens=outputs[name], **ids)
+        second.engine.submit(Start(request))
+
+    for action, number, count in steps:
+        if action == "submit":
+            name = f"r{len(prompts)}"
+            generator = torch.Generator().manual_seed(number * 31 + count)
+            prompts[name] = torch.randint(0, 90, (number,), generator=generator).tolist()
+            outputs[name] = count
+            shown = prompts[name][: number // 2]
+            growing[name] = prompts[name][number // 2 :]
+            first.engine.submit(
+                Start(first.request(name, prompt_ids=shown, hands_off=number % 2 == 0, max_tokens=count))
+            )
+        elif action == "grow" and growing:
+            name = list(growing)[number % len(growing)]
+            piece, rest = growing[name][:count], growing[name][count:]
+            first.engine.submit(Extend(name, piece, [], None, not rest))
+            growing[name] = rest
+            if not rest:
+                del growing[name]
+        elif action == "drop" and prompts:
+            name = list(prompts)[number % len(prompts)]
+            dropped.add(name)
+            for harness in (first, second):
+                harness.engine.submit(Drop(name))
+        elif action == "hand over":
+            waiting = [n for n in first.prefilled if n not in handed | dropped]
+            if waiting:
+                hand_over(waiting[number % len(waiting)])
+        elif action == "step":
+            for _ in range(number):
+                first.engine.step()
+                second.engine.step()
+    for name, rest in growing.items():
+        first.engine.submit(Extend(name, rest, [], None, True))
+    first.run()
+    for name in first.prefilled:
+        if name not in handed | dropped:
+            hand_over(name)
+    second.run()
+    assert not first.errors
+    assert not second.errors
+    for name, prompt in prompts.items():
+        tokens = first.tokens.get(name, []) + second.tokens.get(name, [])
+        if name not in dropped:
+            assert name in first.finished or name in second.finished
+            assert_greedy(tokens, model, prompt, outputs[name])
+        elif tokens:
+            assert_greedy(tokens, model, prompt, len(tokens))
+    first.assert_nothing_left()
+    second.assert_nothing_left()

@@ -1,0 +1,197 @@
+"""The scheduling policy in a simulation without model or pools: bounds hold, everyone gets through."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom.llm.scheduler import FreePages, Limits, RequestView, first_come_first_served, plan_step
+
+PAGE_SIZE, WINDOW = 4, 9
+
+
+def pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+@dataclass
+class Simulated:
+    """A request with its pages; `offloaded` KV is in host memory."""
+
+    name: str
+    arrived_s: float
+    prompt_len: int
+    output_len: int
+    hands_off: bool
+    known_prompt: int
+    stored: int = 0
+    out: int = 0
+    full: int = 0
+    swa: int = 0
+
+    @property
+    def decoding(self) -> bool:
+        return self.out > 0 and self.stored >= self.prompt_len
+
+    def view(self) -> RequestView:
+        known = self.known_prompt + self.out
+        ready = known - self.stored
+        return RequestView(
+            self.name, self.arrived_s, 0, self.stored, known, ready, self.decoding, self.full, self.swa
+        )
+
+
+class Simulation:
+    def __init__(self, full: int, swa: int, limits: Limits) -> None:
+        self.limits = limits
+        self.capacity = FreePages(full, swa)
+        self.requests: dict[str, Simulated] = {}
+        self.running: list[str] = []
+        self.finished: list[str] = []
+        self.now_s = 0.0
+
+    def free(self) -> FreePages:
+        live = self.requests.values()
+        return FreePages(
+            self.capacity.full - sum(r.full for r in live), self.capacity.swa - sum(r.swa for r in live)
+        )
+
+    def step(self) -> int:
+        """Do one step as the engine would; return how many tokens were computed."""
+        self.now_s += 1
+        plan = plan_step(
+            [self.requests[name].view() for name in self.running],
+            [r.view() for r in self.requests.values() if r.name not in self.running],
+            self.free(),
+            self.limits,
+            now_s=self.now_s,
+        )
+        for name in plan.retract:
+            request = self.requests[name]
+            self.running.remove(name)
+            request.full = request.swa = 0
+            if not request.decoding:
+                request.stored = 0
+        for name in plan.admit:
+            request = self.requests[name]
+            assert request.full == 0
+            self.running.append(name)
+            if request.stored:
+                request.full = pages(request.stored)
+                request.swa = request.full - max(request.stored - WINDOW + 1, 0) // PAGE_SIZE
+        assert sum(plan.steps.values()) <= self.limits.batch_tokens
+        assert len(plan.steps) <= self.limits.running_requests
+        for name, count in plan.steps.items():
+            self._compute(self.requests[name], count)
+        return sum(plan.steps.values())
+
+    def _compute(self, request: Simulated, count: int) -> None:
+        assert 0 < count <= request.known_prompt + request.out - request.stored
+        new = pages(request.stored + count) - request.full
+        request.full += new
+        request.swa += new
+        free = self.free()
+        assert free.full >= 0
+        assert free.swa >= 0
+        request.stored += count
+        request.swa = min(request.swa, request.full - max(request.stored - WINDOW + 1, 0) // PAGE_SIZE)
+        if request.known_prompt == request.prompt_len and request.stored == request.prompt_len + request.out:
+            request.out += 1
+            if request.out == request.output_len or request.hands_off:
+                self.finished.append(request.name)
+                self.running.remove(request.name)
+                del self.requests[request.name]
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 70), st.integers(1, 25), st.booleans(), st.integers(0, 5)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(shapes, st.integers(25, 60), st.integers(8, 30), st.integers(1, 40), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_everyone_gets_through_in_any_memory(
+    shapes: list[tuple[int, int, bool, int]], full: int, swa: int, batch_tokens: int, running: int
+) -> None:
+    """Each request alone fits; together they may need many times the pools. Prompts arrive in two parts."""
+    limits = Limits(batch_tokens, min(running, batch_tokens), PAGE_SIZE, WINDOW)
+    simulation = Simulation(full, swa, limits)
+    late: dict[int, list[Simulated]] = {}
+    for i, (prompt_len, output_len, hands_off, delay) in enumerate(shapes):
+        known = prompt_len if delay == 0 else prompt_len // 2
+        request = Simulated(f"r{i}", float(i), prompt_len, output_len, hands_off, known)
+        simulation.requests[request.name] = request
+        late.setdefault(delay, []).append(request)
+    idle = 0
+    for step in range(20_000):
+        for request in late.pop(step, ()):
+            request.known_prompt = request.prompt_len
+        computed = simulation.step()
+        if not simulation.requests:
+            break
+        idle = 0 if computed or late else idle + 1
+        assert idle < 3, "nothing is computed although requests are left"
+    assert len(simulation.finished) == len(shapes)
+    assert simulation.free() == simulation.capacity
+
+
+def view(name: str, **fields: object) -> RequestView:
+    defaults: dict[str, object] = {
+        "arrived_s": 0.0, "priority": 0, "stored_len": 0, "known_len": 10, "ready_len": 10, "decoding": False,
+        "full_pages": 0, "swa_pages": 0,
+    }  # fmt: skip
+    return RequestView(request_id=name, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+LIMITS = Limits(16, 4, PAGE_SIZE, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("free", "limits", "hold", "reason"),
+    [
+        (FreePages(2, 9), LIMITS, "", "full pool: 3 pages wanted, 1 spare"),
+        (FreePages(9, 0), LIMITS, "", "SWA pool: 1 pages wanted, 0 free"),
+        (FreePages(9, 9), Limits(16, 1, PAGE_SIZE, WINDOW), "", "1 of 1 requests are running"),
+        (FreePages(9, 9), Limits(1, 4, PAGE_SIZE, WINDOW), "", "the step's 1 tokens are spent"),
+        (FreePages(9, 9), LIMITS, "host memory", "host memory"),
+        (FreePages(9, 9), LIMITS, "", ""),
+    ],
+)
+def test_the_reason_to_wait_is_told(free: FreePages, limits: Limits, hold: str, reason: str) -> None:
+    busy = view("busy", stored_len=4, known_len=5, ready_len=1, decoding=True, full_pages=2, swa_pages=2)
+    plan = plan_step([busy], [view("next", arrived_s=1.0)], free, limits, now_s=2.0, hold=hold)
+    assert plan.waiting_reason == reason
+    assert plan.admit == (() if reason else ("next",))
+
+
+def test_a_wait_for_embeddings_blocks_nobody() -> None:
+    """What waits for its picture is skipped in line and gives its pages up when another needs them."""
+    parked = view("parked", ready_len=0, stored_len=10, full_pages=3, swa_pages=3)
+    unready = view("unready", arrived_s=1.0, ready_len=0)
+    text = view("text", arrived_s=2.0)
+    plan = plan_step([parked], [unready, text], FreePages(5, 5), LIMITS, now_s=3.0)
+    assert plan.admit == ("text",)
+    plan = plan_step([parked], [unready, text], FreePages(2, 2), LIMITS, now_s=3.0)
+    assert plan.retract == ("parked",)
+    plan = plan_step([], [parked, unready, text], FreePages(5, 5), LIMITS, now_s=3.0)
+    assert plan.admit == ("text",)
+
+
+def test_priority_goes_before_age() -> None:
+    views = [view("old"), view("young", arrived_s=5.0), view("urgent", arrived_s=9.0, priority=1)]
+    assert [v.request_id for v in first_come_first_served(views, 10.0)] == ["urgent", "old", "young"]
+
+
+def test_the_policy_needs_no_torch() -> None:
+    code = (
+        "import sys, transom.llm.scheduler, transom.llm.config, transom.llm.capacity, transom.llm.prompt;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
