@@ -2,6 +2,7 @@
 
 Runs in `transom bench chat` against any OpenAI-compatible URL. Media are made here, seeded, each
 request another one, so that no cache of embeddings answers unless --distinct asks for repeats.
+Imports late what a help text does not need.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from transom.client import Answer, ChatClient
 from transom.commands.base import base_url, make_console, write_json
 from transom.errors import ConfigError, TransomError
+
+if TYPE_CHECKING:
+    from transom.client import Answer, ChatClient
 
 EXAMPLES = (
     "transom bench chat --requests 64 --concurrency 8",
@@ -138,6 +139,8 @@ class _Load:
 
     async def run(self) -> tuple[list[dict[str, Any]], float]:
         """Run warm-up and load; return the rows in the order of sending, and the load's duration."""
+        from transom.client import ChatClient
+
         args = self._args
         rng = random.Random(args.seed)
         kinds = rng.choices(list(self._mix), list(self._mix.values()), k=args.warmup + args.requests)
@@ -166,16 +169,20 @@ class _Load:
         console = make_console(stderr=True)
         if self._args.json or not console.is_terminal:
             return nullcontext()
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=console)
 
     async def _one(self, client: ChatClient, number: int, kind: str) -> dict[str, Any]:
+        from transom.client import Answer
+
         args = self._args
         item = number % args.distinct if args.distinct else number
         text = {"type": "text", "text": f"{_QUESTIONS[kind]}"}
         content: Any = text["text"]
         if kind != "text":
-            from transom.bench.media import make_part  # loads PyAV: not for a help text
+            from transom.bench.media import make_part
 
             part = await asyncio.to_thread(make_part, kind, (args.seed, item))
             content = [part, text]
@@ -213,6 +220,8 @@ def _row(number: int, kind: str, answer: Answer, error: str | None) -> dict[str,
 
 
 def _show(summary: dict[str, Any]) -> None:
+    from rich.table import Table
+
     console = make_console()
     table = Table("ms", "p50", "p90", "p99", "max")
     for name, label in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E")):

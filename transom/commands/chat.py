@@ -9,12 +9,14 @@ import argparse
 import asyncio
 import os
 import sys
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from transom.client import Answer, ChatClient, media_part
 from transom.commands.base import Parser, base_url, examples, make_console
 from transom.errors import ConfigError, TransomError
 from transom.messages import Modality
+
+if TYPE_CHECKING:
+    from transom.client import Answer
 
 _HELP = (
     "Type a message. /image FILE, /video FILE and /audio FILE attach to the next one;"
@@ -109,6 +111,8 @@ class Chat:
         """Put a question, print the answer as it comes, remember both."""
         if not prompt.strip() and not media:
             raise ConfigError("nothing to ask: give a prompt or attach a file")
+        from transom.client import media_part  # loads the HTTP library: not for a help text
+
         parts: list[dict[str, Any]] = [media_part(path, cast(Modality, kind)) for kind, path in media]
         content: Any = [*parts, {"type": "text", "text": prompt}] if parts else prompt
         messages = [*self._messages, {"role": "user", "content": content}]
@@ -124,6 +128,8 @@ class Chat:
             )
 
     async def _answer(self, messages: list[dict[str, Any]]) -> Answer:
+        from transom.client import Answer, ChatClient
+
         args = self._args
         answer = Answer()
         async with ChatClient(self._url, api_key=os.environ.get("TRANSOM_API_KEY", "")) as client:
