@@ -173,7 +173,7 @@ class NodeStore:
                     upper.rank == node.rank
                     and not upper.swa_pins
                     and not node.swa_pins
-                    and length + len(upper) <= self.live_len
+                    and length + len(upper) <= 2 * self.live_len
                 )
             )
         )

@@ -206,7 +206,7 @@ class RadixTree:
         """Follow the key through existing nodes and settle duplicates; return the last node and its pages."""
         depth = new.start
         canonical: list[Pages] = []
-        healed = 0
+        healed = at_piece = 0
         while depth < new.end:
             at = depth * TOKEN_BYTES
             child = node.children.get(new.key.raw[at : at + self.store.page_bytes])
@@ -216,22 +216,31 @@ class RadixTree:
             node = self.store.split(child, depth + common) if common < len(child) else child
             canonical.append(node.pages)
             frees.full.append(new.between(depth, node.end))
-            for low, high, rank in pieces:
-                low, high = max(low, depth), min(high, node.end)
-                if rank is None or low >= high:
-                    continue
-                own = new.between(low, high)
-                if node.live:
-                    frees.swa.append(own)
-                    if rank > node.rank:
-                        self.store.set_rank(self._isolate(node, low, high), rank)
-                else:
-                    piece = self._isolate(node, low, high)
-                    frees.moves.append((own, piece.pages))
-                    self.store.set_live(piece, rank)
-                    healed += high - low
             depth = node.end
+            while at_piece < len(pieces) and pieces[at_piece][0] < depth:
+                low, high, rank = pieces[at_piece]
+                healed += self._settle(new, node, max(low, node.start), min(high, depth), rank, frees)
+                if high > depth:
+                    break
+                at_piece += 1
         return node, canonical, healed
+
+    def _settle(
+        self, new: _NewPages, node: Node, low: int, high: int, rank: Rank | None, frees: _Frees
+    ) -> int:
+        """Free a duplicate's SWA pages, or let a tombstone have them; return how many tokens healed."""
+        if rank is None:
+            return 0
+        own = new.between(low, high)
+        if node.live:
+            frees.swa.append(own)
+            if rank > node.rank:
+                self.store.set_rank(self._isolate(node, low, high), rank)
+            return 0
+        piece = self._isolate(node, low, high)
+        frees.moves.append((own, piece.pages))
+        self.store.set_live(piece, rank)
+        return high - low
 
     def _append(self, new: _NewPages, node: Node, pieces: list[_Piece]) -> Node:
         """Add one node a piece below `node`."""

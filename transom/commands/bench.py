@@ -12,13 +12,17 @@ from types import ModuleType
 from transom.commands.base import Parser, add_json_flag, examples
 
 # Named here and not found by listing, so that help works without importing a benchmark's needs.
-BENCHMARKS = {"chat": "closed-loop chat load against a server: latency percentiles and throughput"}
+BENCHMARKS = {
+    "chat": "closed-loop chat load against a server: latency percentiles and throughput",
+    "radix": "match and insert of the prefix cache's radix tree, no server needed",
+    "kv-capacity": "bytes of KV a request takes, single pool against dual pools, no server needed",
+}
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure a running server",
+        help="run a benchmark",
         description="Run a benchmark.",
         epilog=examples(
             "transom bench chat --requests 64 --concurrency 8",
@@ -29,7 +33,10 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     for name, summary in BENCHMARKS.items():
         module = load(name)
         bench = names.add_parser(
-            name, help=summary, description=f"{summary.capitalize()}.", epilog=examples(*module.EXAMPLES)
+            name,
+            help=summary,
+            description=f"{summary[:1].upper()}{summary[1:]}.",
+            epilog=examples(*module.EXAMPLES),
         )
         module.add_arguments(bench)
         add_json_flag(bench)
@@ -38,7 +45,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def load(name: str) -> ModuleType:
     """Import a benchmark's module."""
-    return importlib.import_module(f"transom.bench.{name}")
+    return importlib.import_module(f"transom.bench.{name.replace('-', '_')}")
 
 
 def _run(args: argparse.Namespace) -> int:
