@@ -5,7 +5,7 @@ Full means OverloadedError, a 429 with Retry-After. Plain counters on the gatewa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from transom.errors import OverloadedError
@@ -48,15 +48,25 @@ class Admission:
             self.tokens -= tokens
 
     @contextmanager
-    def buffer(self, size_bytes: int) -> Iterator[None]:
-        """Hold memory for a request body."""
-        if self.buffered_bytes and self.buffered_bytes + size_bytes > self._max_bytes:
-            raise OverloadedError(
-                f"{self.buffered_bytes} bytes of requests are held, at most {self._max_bytes} are allowed",
-                retry_after_s=1,
-            )
-        self.buffered_bytes += size_bytes
+    def buffer(self) -> Iterator[Callable[[int], None]]:
+        """Hold memory for a request body: call what is yielded with the size of each piece that came.
+
+        What a client only announces counts for nothing: else a few idle connections could fill the room.
+        """
+        held = 0
+
+        def grow(size_bytes: int) -> None:
+            nonlocal held
+            others = self.buffered_bytes - held
+            if others and self.buffered_bytes + size_bytes > self._max_bytes:
+                raise OverloadedError(
+                    f"{self.buffered_bytes} bytes of requests are held, {self._max_bytes} are allowed",
+                    retry_after_s=1,
+                )
+            held += size_bytes
+            self.buffered_bytes += size_bytes
+
         try:
-            yield
+            yield grow
         finally:
-            self.buffered_bytes -= size_bytes
+            self.buffered_bytes -= held

@@ -129,7 +129,6 @@ class Dispatcher:
                     )
                     self._send(live, plan, attachments, unix_deadline_s, cache_salt, priority)
                 yield exchange
-                exchange.end_reason = "the gateway has ended the answer"
             finally:
                 for live in exchange.choices:
                     self._table.remove(live)

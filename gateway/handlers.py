@@ -21,7 +21,7 @@ from transom.errors import CancelledRequestError, NotFoundError, TransomError, U
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed
-from transom.gateway.http_edge import cors_headers, json_response, read_body
+from transom.gateway.http_edge import cors_headers, error_response, json_response, read_body
 from transom.gateway.output import ChoiceOutput, Delta
 from transom.gateway.parse import parse_chat, parse_completion
 from transom.gateway.prepare import Model, chat_output, fit_context
@@ -85,15 +85,17 @@ class Handlers:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: the ids of a prompt or of chat messages; media items stand as single pads."""
-        body = await self._body(request)
-        name, ids = await self._offload(len(body), lambda: self._model.tokenize(body))
+        with self._admission.buffer() as grow:
+            body = await self._body(request, grow)
+            name, ids = await self._offload(len(body), lambda: self._model.tokenize(body))
         self._check_model(name)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_context})
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        body = await self._body(request)
-        name, text = await self._offload(len(body), lambda: self._model.detokenize(body))
+        with self._admission.buffer() as grow:
+            body = await self._body(request, grow)
+            name, text = await self._offload(len(body), lambda: self._model.detokenize(body))
         self._check_model(name)
         return json_response({"prompt": text})
 
@@ -118,11 +120,12 @@ class Handlers:
             )
         return name
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, grow: Callable[[int], None]) -> bytes:
         return await read_body(
             request,
             limit_bytes=self._config.max_body_mb * 1024 * 1024,
             timeout_s=self._config.body_timeout_s,
+            grow=grow,
         )
 
     async def _offload(self, size_bytes: int, work: Callable[[], T]) -> T:
@@ -136,9 +139,7 @@ class Handlers:
         timeline = Timeline()
         with ExitStack() as stack:
             with ExitStack() as memory:
-                size = request.content_length or self._config.max_body_mb * 1024 * 1024
-                memory.enter_context(self._admission.buffer(size))
-                body = await self._body(request)
+                body = await self._body(request, memory.enter_context(self._admission.buffer()))
                 timeline.mark("body")
                 job = await self._offload(len(body), lambda: make_job(body, timeline))
                 timeline.mark("prepare")
@@ -153,7 +154,12 @@ class Handlers:
                         priority=generation.priority,
                     )
                 )
-            return await self._logged(request, job, exchange)
+            try:
+                return await self._logged(request, job, exchange)
+            except CancelledRequestError:
+                raise
+            except TransomError as error:
+                return error_response(error.info(), job.head.id)
 
     async def _logged(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
         """Answer; write the one line that the log has of each request."""

@@ -40,9 +40,9 @@ def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | Non
     )
 
 
-def error_response(info: ErrorInfo) -> web.Response:
+def error_response(info: ErrorInfo, request_id: str | None = None) -> web.Response:
     """Return an error as OpenAI clients expect it."""
-    headers = {}
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
     if info.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
     if info.status == 401:
@@ -64,8 +64,13 @@ class BodyTimeoutError(RequestError):
     code = "body_timeout"
 
 
-async def read_body(request: web.Request, *, limit_bytes: int, timeout_s: float) -> bytes:
-    """Return the body of a JSON request; refuse by its declared length before reading any of it."""
+async def read_body(
+    request: web.Request, *, limit_bytes: int, timeout_s: float, grow: Callable[[int], None]
+) -> bytes:
+    """Return the body of a JSON request; refuse by its declared length before reading any of it.
+
+    `grow` is told the size of each piece and may refuse it.
+    """
     if request.content_type != "application/json":
         raise UnsupportedMediaTypeError(
             f"content type {request.content_type[:100]!r}, application/json is needed"
@@ -73,13 +78,19 @@ async def read_body(request: web.Request, *, limit_bytes: int, timeout_s: float)
     declared = request.content_length
     if declared is not None and declared > limit_bytes:
         raise PayloadTooLargeError(f"body of {declared} bytes, at most {limit_bytes} are allowed")
+    pieces: list[bytes] = []
+    size_bytes = 0
     try:
         async with asyncio.timeout(timeout_s):
-            return await request.read()
+            async for piece in request.content.iter_any():
+                size_bytes += len(piece)
+                if size_bytes > limit_bytes:
+                    raise PayloadTooLargeError(f"body of more than {limit_bytes} bytes, the limit")
+                grow(len(piece))
+                pieces.append(piece)
     except TimeoutError:
         raise BodyTimeoutError(f"the body was not complete after {timeout_s:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise PayloadTooLargeError(f"body of more than {limit_bytes} bytes, the limit") from None
+    return b"".join(pieces)
 
 
 class ApiKeys:
@@ -150,7 +161,8 @@ def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
             raise
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
-            return error_response(ErrorInfo(status=500, code="internal_error", message="internal error"))
+            info = ErrorInfo(status=500, code="internal_error", message="internal error")
+            return error_response(info)
 
     return [cors, errors]
 

@@ -34,9 +34,6 @@ class Delta:
         self.tool_calls += other.tool_calls
         self.logprobs += other.logprobs
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
-
 
 class ChoiceOutput:
     """`finish_reason` is None while the answer goes on; `by_gateway` says that the engine must be told."""

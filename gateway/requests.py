@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,11 +41,9 @@ class LiveRequest:
     encoders: dict[int, Work]
     wake: Callable[[], None]
     release: Callable[[str, int], None]
-    started_s: float = field(default_factory=time.monotonic)
     stats: PromptStats | None = None
     error: TransomError | None = None
     done: bool = False  # the engine has said its last word
-    first_chunk_s: float | None = None
     encode_done: dict[int, EncodeDone] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
     _next_index: int = 0
@@ -68,8 +65,6 @@ class LiveRequest:
             self.fail(StageLostError("output tokens are missing"))
             return
         self._parked[chunk.index] = chunk
-        if self.first_chunk_s is None:
-            self.first_chunk_s = time.monotonic()
         if chunk.prompt is not None:
             self.stats = chunk.prompt
         self.timings_ms.update(chunk.timings_ms)

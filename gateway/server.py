@@ -122,7 +122,6 @@ class GatewayStage(Stage):
 
     def app_limits(self) -> dict[str, Any]:
         return {
-            "client_max_size": self._config.max_body_mb * 1024 * 1024,
             "middlewares": middlewares(self._keys, self._config.cors_origins),
         }
 

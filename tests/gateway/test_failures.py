@@ -117,6 +117,7 @@ async def test_a_lost_worker_fails_its_requests_and_nothing_else(
             error = (await response.json())["error"]
             assert response.status == 502
         assert error["code"] == "stage_lost"
+        assert response.headers["X-Request-Id"].startswith("chatcmpl-")
         assert error["type"] == "server_error"
         assert stage in error["message"]
         # Nobody else got the request, and the fleet goes on without the lost worker.

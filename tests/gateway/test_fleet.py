@@ -268,8 +268,13 @@ def test_admission_gives_back_what_it_holds() -> None:
         assert caught.value.retry_after_s
         with pytest.raises(OverloadedError), admission.hold(1, 41):
             pass
-    with admission.buffer(8), pytest.raises(OverloadedError), admission.buffer(3):
-        pass
+    with admission.buffer() as first, admission.buffer() as second:
+        first(8)
+        second(2)
+        with pytest.raises(OverloadedError):
+            second(1)
+    with admission.buffer() as only:
+        only(999)
     assert (admission.choices, admission.tokens, admission.buffered_bytes) == (0, 0, 0)
 
 
