@@ -93,6 +93,15 @@ def _host_of(parts: SplitResult) -> str:
     return (parts.hostname or "").rstrip(".").lower()
 
 
+def _is_numeric(host: str) -> bool:
+    """Whether the system takes the host for an IPv4 address, in whatever spelling (2130706433, 0x7f.1)."""
+    try:
+        socket.inet_aton(host)
+    except OSError:
+        return False
+    return True
+
+
 def domain_allowed(host: str, domains: Sequence[str]) -> bool:
     """Whether a host is on the list: itself, below a "*.domain", or by "*"."""
     for domain in domains:
@@ -133,6 +142,8 @@ def check_url(url: str, limits: FetchLimits) -> SplitResult:
     try:
         ipaddress.ip_address(host)
     except ValueError:
+        if _is_numeric(host):
+            raise MediaError(f"URL host {host!r} is an unusual spelling of an address") from None
         return parts
     # A literal never reaches the resolver, where names are judged.
     if not limits.allow_private and not is_public(host):
