@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from transom.commands.base import base_url, make_console, write_json
+from transom.config import client_api_key
 from transom.errors import ConfigError, TransomError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class _Load:
         args = self._args
         rng = random.Random(args.seed)
         kinds = rng.choices(list(self._mix), list(self._mix.values()), k=args.warmup + args.requests)
-        async with ChatClient(base_url(args.url), api_key=os.environ.get("TRANSOM_API_KEY", "")) as client:
+        async with ChatClient(base_url(args.url), api_key=client_api_key()) as client:
             self._model = args.model or (await client.models())[0]
             # Warm-up items come from another part of the seed space than the measured ones.
             for number, kind in enumerate(kinds[: args.warmup]):

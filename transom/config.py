@@ -63,6 +63,11 @@ class StageConfig:
     send_buffer_mb: int = setting(512, "bytes queued to one peer before senders wait", ge=1, le=65536)
 
 
+def client_api_key(environ: Mapping[str, str] | None = None) -> str:
+    """Return the key that our own clients send: TRANSOM_API_KEY, never a flag that a process list shows."""
+    return (os.environ if environ is None else environ).get(f"{ENV_PREFIX}API_KEY", "")
+
+
 def _base_type(annotation: Any) -> tuple[Any, bool]:
     """Return (type, optional) of a field annotation."""
     origin = typing.get_origin(annotation)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from transom.commands.base import Parser, base_url, examples, make_console
+from transom.config import client_api_key
 from transom.errors import ConfigError, TransomError
 from transom.messages import Modality
 
@@ -35,7 +35,9 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a running server",
-        description="Ask one question when PROMPT is given, else hold a conversation. " + _HELP,
+        description="Ask one question when PROMPT is given, else hold a conversation. "
+        + _HELP
+        + " A key for the API is read from TRANSOM_API_KEY.",
         epilog=examples(
             "transom chat 'Who are you?'",
             "transom chat --image shirt.png 'What is this?'",
@@ -132,7 +134,7 @@ class Chat:
 
         args = self._args
         answer = Answer()
-        async with ChatClient(self._url, api_key=os.environ.get("TRANSOM_API_KEY", "")) as client:
+        async with ChatClient(self._url, api_key=client_api_key()) as client:
             body = {
                 "model": args.model or (await client.models())[0],
                 "messages": messages,

@@ -20,8 +20,8 @@ from typing import Any
 import transom
 from transom.commands.base import Parser, examples, make_console
 from transom.commands.stages import STAGES
-from transom.config import add_flags, config_from_args, load_config, setting
-from transom.errors import ConfigError
+from transom.config import add_flags, client_api_key, config_from_args, load_config, setting
+from transom.errors import ConfigError, TransomError
 from transom.hub import resolve_model
 from transom.supervisor import ChildSpec, Event, ReadyLine, Supervisor, describe_exit, usable_cores
 
@@ -220,8 +220,11 @@ class Up:
     async def _model_id(self, url: str) -> str:
         from transom.client import ChatClient
 
-        async with ChatClient(url) as client:
-            return (await client.models())[0]
+        try:
+            async with ChatClient(url, api_key=client_api_key()) as client:
+                return (await client.models())[0]
+        except TransomError:  # with API keys set the list is not for us
+            return self._config.model
 
     async def _stop(self, supervisor: Supervisor, again: asyncio.Event) -> None:
         self._say("stopping")
