@@ -76,3 +76,17 @@ def test_no_tokens() -> None:
         torch.zeros(4, 12, 5),
     )
     assert out.shape == (0, 12)
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_few_rows_and_many_rows_agree(tokens: int) -> None:
+    """Up to twice as many rows as experts take a path of their own."""
+    generator = torch.Generator().manual_seed(tokens)
+    x, logits, gate_up, down = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((tokens, 12), (tokens, 4), (4, 10, 12), (4, 12, 5))
+    )
+    bias = torch.zeros(4, dtype=torch.float64)
+    weights, chosen = route_tokens(logits, bias, 2, normalise=True, scale=1.0)
+    out = run_experts(x, weights, chosen, gate_up, down)
+    torch.testing.assert_close(out, token_by_token(x, logits, bias, gate_up, down, 2))
