@@ -16,7 +16,7 @@ import pytest
 from transom import __version__
 from transom.cli import build_parser, main
 from transom.commands import doctor, up
-from transom.commands.base import base_url
+from transom.commands.base import Parser, base_url
 from transom.config import describe
 from transom.curve import FleetKey
 from transom.errors import ConfigError
@@ -24,6 +24,8 @@ from transom.supervisor import usable_cores
 
 
 def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    assert isinstance(parser, Parser)
+    parser.fill()
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for group in groups:
         for child in group.choices.values():

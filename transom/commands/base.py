@@ -23,6 +23,25 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+        self._fill: Callable[[Parser], None] | None = None
+
+    def fill_later(self, fill: Callable[[Parser], None]) -> None:
+        """Let `fill` add arguments once they are needed: it may import what other commands do without."""
+        self._fill = fill
+
+    def fill(self) -> None:
+        """Add the arguments that were put off."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        self.fill()
+        return super().parse_known_args(*args, **options)
+
+    def format_help(self) -> str:
+        self.fill()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from functools import partial
 from types import ModuleType
 
 from transom.commands.base import Parser, add_json_flag, examples
@@ -31,16 +32,16 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     names = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
     for name, summary in BENCHMARKS.items():
-        module = load(name)
-        bench = names.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[:1].upper()}{summary[1:]}.",
-            epilog=examples(*module.EXAMPLES),
-        )
-        module.add_arguments(bench)
-        add_json_flag(bench)
+        bench = names.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
+        bench.fill_later(partial(_add_arguments, name=name))
         bench.set_defaults(run=_run)
+
+
+def _add_arguments(parser: Parser, *, name: str) -> None:
+    module = load(name)
+    parser.epilog = examples(*module.EXAMPLES)
+    module.add_arguments(parser)
+    add_json_flag(parser)
 
 
 def load(name: str) -> ModuleType:

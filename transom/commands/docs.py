@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transom.cli import build_parser
+from transom.commands.base import Parser
 from transom.commands.stages import STAGES
 from transom.commands.up import UpConfig
 from transom.config import ENV_PREFIX, StageConfig, describe
@@ -120,6 +121,8 @@ def cli_markdown() -> str:
 
 def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers that have no subcommands, in the order of the help text."""
+    if isinstance(parser, Parser):
+        parser.fill()
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
         yield parser
