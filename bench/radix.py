@@ -62,6 +62,10 @@ class _CountingPools:
         self.mapped[pages] = True
         return pages
 
+    def give_back(self, pages: int) -> None:
+        """Forget the pages taken last, which the tree has freed again."""
+        self._next -= pages
+
     def free_full(self, pages: NDArray[np.int64]) -> None:
         assert not self.mapped[pages].any()
 
@@ -128,6 +132,7 @@ class _Case:
         elapsed = self.append(self.longer, CHUNK, [Window(end - WINDOW, end, self.keep[-1].rank)])
         while self.tree.match(self.longer, end).prefix_len > self.length:
             self.tree.evict_full(1)
+        self.pools.give_back(CHUNK // self.page_size)
         return elapsed
 
     def time_insert_known(self) -> float:
@@ -139,7 +144,7 @@ class _Case:
         self.tree.insert(self.key, pages, lock)
         elapsed = time.thread_time() - begin
         self.tree.unlock(lock)
-        self.pools._next -= len(pages)
+        self.pools.give_back(len(pages))
         return elapsed
 
     def time_key(self) -> float:

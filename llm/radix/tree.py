@@ -184,6 +184,8 @@ class RadixTree:
         check_tree(self.roots, self.store, self.locks, self._pools, full, swa)
 
     def _common(self, key: Key, depth: int, node: Node, stop: int) -> int:
+        if node.end <= stop and key.raw.startswith(node.key, depth * TOKEN_BYTES):
+            return len(node)
         tokens = common_tokens(key.raw, depth, node.key, 0, min(len(node), stop - depth))
         return tokens // self.page_size * self.page_size
 
@@ -289,7 +291,21 @@ class RadixTree:
         self._pin_path(node, lock.node)
         swa_start = self._pin_window(node, hit=False)
         self.release_swa(lock)
+        self._supersede(lock.node)
         lock.node, lock.swa_start = node, swa_start
+
+    def _supersede(self, node: Node) -> None:
+        """Lower the rank of a window that has only been continued: the next turn starts at the new end.
+
+        Otherwise each session would keep two windows hot, and the pool would serve half as many.
+        """
+        if len(node.children) != 1:
+            return
+        want = node.end - self.live_len
+        while node.live and node.end > want and node.parent is not None:
+            if not node.swa_pins and node.rank > Rank.EXTRA:
+                self.store.set_rank(node, Rank.EXTRA)
+            node = node.parent
 
     def _merge_around(self, node: Node) -> None:
         if len(node.children) == 1:

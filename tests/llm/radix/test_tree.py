@@ -71,6 +71,17 @@ def test_hits_stay_until_the_pool_is_really_full(make_server: Any) -> None:
             sessions[number] = tokens + prompt(100 * turn + number + 50, 40)
 
 
+def test_one_window_a_session_is_enough(make_server: Any) -> None:
+    """A next turn lowers the rank of the former tail, so the pool needs no second window for each session."""
+    server = make_server(window=8, full_pages=9000, swa_pages=64 + 12 * 12, chunk=64)
+    sessions = [prompt(seed, 100) for seed in range(12)]
+    for turn in range(4):
+        for number, tokens in enumerate(sessions):
+            hit = server.serve(tokens)
+            assert turn == 0 or hit == len(tokens) - 40
+            sessions[number] = tokens + prompt(100 * turn + number + 50, 40)
+
+
 def test_a_long_prompt_in_chunks_is_one_prefix(make_server: Any) -> None:
     server = make_server(page=4, chunk=16)
     server.serve(SYSTEM, FIRST)
