@@ -144,11 +144,11 @@ class Client:
             return dict(body["load"])
 
     async def settled(self) -> dict[str, float]:
-        """Return the load once no item is left."""
+        """Return the load once no item and no piece of one is left."""
         async with asyncio.timeout(60):
             while True:
                 load = await self.load()
-                if not load["items"]:
+                if not load["items"] and not load["queued_patches"] and not load["queued_mel_frames"]:
                     return load
 
 
