@@ -141,6 +141,7 @@ class ShmEmbeddingCache(EmbeddingCache):
 
     def stats(self) -> CacheStats:
         with self._arena.section as ledger:
+            ledger.reap_dead()
             tables = ledger.tables
             words = tables.words
             return CacheStats(

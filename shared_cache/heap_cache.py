@@ -46,7 +46,8 @@ class HeapEmbeddingCache(EmbeddingCache):
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._claims: dict[str, tuple[HeapClaim, float]] = {}
+        # Weak: a claim that its owner dropped is over.
+        self._claims: dict[str, tuple[weakref.ref[HeapClaim], float]] = {}
         self._stats = CacheStats("heap", capacity_bytes, 0, 0, 0, 1)
 
     def get(self, key: str) -> Lease | None:
@@ -71,15 +72,16 @@ class HeapEmbeddingCache(EmbeddingCache):
         with self._lock:
             if lease := self._find(key):
                 return lease
-            if key in self._claims:
-                left_s = self._claims[key][1] - now
+            owner, expires = self._claims.get(key, (lambda: None, 0.0))
+            if owner() is not None:
+                left_s = expires - now
                 if left_s > 0:
                     self._count(waits=1)
                     return Busy(getpid(), left_s)
                 self._count(takeovers=1)
             self._count(misses=1)
             claim = HeapClaim(self, key)
-            self._claims[key] = (claim, now + ttl_s)
+            self._claims[key] = (weakref.ref(claim), now + ttl_s)
             return claim
 
     def stats(self) -> CacheStats:
@@ -111,7 +113,8 @@ class HeapEmbeddingCache(EmbeddingCache):
     def end_claim(self, claim: HeapClaim, entry: _Entry | None) -> Lease | None:
         """End a claim, with its entry if it made one."""
         with self._lock:
-            if self._claims.get(claim.key, (None, 0.0))[0] is not claim:
+            owner, _ = self._claims.get(claim.key, (lambda: None, 0.0))
+            if owner() is not claim:
                 return None
             del self._claims[claim.key]
             if entry is None:

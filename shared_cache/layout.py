@@ -42,17 +42,20 @@ class Word:
     REJECTED, TORN, TAKEOVERS, REPAIRS = range(23, 27)
 
 
-# Of the body, the checksum and the state that follow it are written by one copy each.
+# Body and checksum are written by one copy.
 _BODY = struct.Struct("<16sQIIQIIQ")
 _CRC = struct.Struct("<I")
-_ENTRY = np.dtype(
-    {
-        "names": ["state", "refs", "owner", "verified", "last_used", "expires_ns"],
-        "formats": ["<u4", "<u4", "<u4", "<u8", "<u8", "<u8"],
-        "offsets": [60, 64, 68, 72, 80, 88],
-        "itemsize": 96,
-    }
+_RECORD_BYTES: Final = 64
+# What changes after an entry was written, one array a column: scans for victims touch little memory.
+_COLUMNS: Final = (
+    ("states", "<u4"),
+    ("refs", "<u4"),
+    ("owners", "<u4"),
+    ("verified", "<u4"),
+    ("last_used", "<u8"),
+    ("expires_ns", "<u8"),
 )
+_COLUMNS_BYTES: Final = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS)
 _PROCESS = np.dtype([("pid", "<u8"), ("start", "<u8"), ("namespace", "<u8"), ("unused", "<u8")])
 
 
@@ -81,7 +84,8 @@ class Geometry:
     entries: int
     index_slots: int
     processes_at: int
-    entries_at: int
+    records_at: int
+    columns_at: int
     index_at: int
     leases_at: int
     extents_at: int
@@ -97,7 +101,8 @@ class Geometry:
         index_slots = 1 << (2 * entries - 1).bit_length()
         sizes = (
             PROCESSES * _PROCESS.itemsize,
-            entries * _ENTRY.itemsize,
+            entries * _RECORD_BYTES,
+            entries * _COLUMNS_BYTES,
             index_slots * 4,
             PROCESSES * entries * 2,
             (entries + 1) * 8,
@@ -105,10 +110,14 @@ class Geometry:
         at = [_HEADER_BYTES]
         for size in sizes:
             at.append(_round_up(at[-1] + size, 64))
-        data_at = _round_up(at[5], PAGE_BYTES)
+        data_at = _round_up(at.pop(), PAGE_BYTES)
         pages = (size_bytes - data_at) // PAGE_BYTES
         end = data_at + pages * PAGE_BYTES
-        return cls(end, entries, index_slots, at[0], at[1], at[2], at[3], at[4], data_at, pages)
+        processes_at, records_at, columns_at, index_at, leases_at, extents_at = at
+        return cls(
+            end, entries, index_slots,
+            processes_at, records_at, columns_at, index_at, leases_at, extents_at, data_at, pages,
+        )  # fmt: skip
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -151,16 +160,21 @@ class Tables:
         self.buffer = buffer
         whole = memoryview(buffer)
         self.words = whole[:_HEADER_BYTES].cast("Q")
-        self._records = whole[geometry.entries_at : geometry.index_at]
+        records_end = geometry.records_at + geometry.entries * _RECORD_BYTES
+        self._records = whole[geometry.records_at : records_end]
         self.index = whole[geometry.index_at : geometry.index_at + 4 * geometry.index_slots].cast("I")
         self.processes: NDArray[Any] = np.frombuffer(buffer, _PROCESS, PROCESSES, geometry.processes_at)
-        entries = np.frombuffer(buffer, _ENTRY, geometry.entries, geometry.entries_at)
-        self.states: NDArray[Any] = entries["state"]
-        self.refs: NDArray[Any] = entries["refs"]
-        self.owners: NDArray[Any] = entries["owner"]
-        self.verified: NDArray[Any] = entries["verified"]
-        self.last_used: NDArray[Any] = entries["last_used"]
-        self.expires_ns: NDArray[Any] = entries["expires_ns"]
+        self.states: NDArray[Any]
+        self.refs: NDArray[Any]
+        self.owners: NDArray[Any]
+        self.verified: NDArray[Any]
+        self.last_used: NDArray[Any]
+        self.expires_ns: NDArray[Any]
+        at = geometry.columns_at
+        for name, kind in _COLUMNS:
+            column = np.frombuffer(buffer, kind, geometry.entries, at)
+            setattr(self, name, column)
+            at += column.nbytes
         leases = np.frombuffer(buffer, "<u2", PROCESSES * geometry.entries, geometry.leases_at)
         self.leases: NDArray[Any] = leases.reshape(PROCESSES, geometry.entries)  # (processes, entries)
         extents = np.frombuffer(buffer, "<u4", 2 * (geometry.entries + 1), geometry.extents_at)
@@ -177,7 +191,7 @@ class Tables:
 
     def read(self, slot: int) -> Record:
         """Return an entry's record; DamagedRecordError if its checksum or its bounds are wrong."""
-        at = slot * _ENTRY.itemsize
+        at = slot * _RECORD_BYTES
         (crc,) = _CRC.unpack_from(self._records, at + _BODY.size)
         if zlib.crc32(self._records[at : at + _BODY.size]) != crc:
             raise DamagedRecordError(slot)
@@ -189,13 +203,13 @@ class Tables:
 
     def write(self, slot: int, record: Record) -> None:
         """Replace an entry's record by one copy, which no signal handler of Python's can cut in two."""
-        at = slot * _ENTRY.itemsize
+        at = slot * _RECORD_BYTES
         body = _BODY.pack(*record)
         self._records[at : at + _BODY.size + 4] = body + _CRC.pack(zlib.crc32(body))
 
     def key(self, slot: int) -> bytes:
         """Return an entry's key without checking the record."""
-        at = slot * _ENTRY.itemsize
+        at = slot * _RECORD_BYTES
         return bytes(self._records[at : at + 16])
 
     def count(self, word: int, amount: int = 1) -> int:

@@ -115,10 +115,10 @@ class Ledger:
         pages = pages_for(data_bytes + meta_bytes)
         start = self.extents.take(pages)
         if start is None:
-            self.reap_dead()
-            start = self.extents.take(pages)
-        if start is None:
             start = self._make_room(pages)
+        if start is None and self.reap_dead():
+            start = self.extents.take(pages)
+            start = self._make_room(pages) if start is None else start
         if start is None:
             self.tables.count(Word.REJECTED)
             return False

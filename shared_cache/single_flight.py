@@ -17,11 +17,11 @@ async def lease_or_claim(cache: EmbeddingCache, key: str, *, ttl_s: float = DEFA
     """Return the entry, or the claim to make it once nobody else has one.
 
     Waits while another process makes the entry; ends early if that process dies, gives up or is
-    overdue. Cancelling loses nothing.
+    overdue. A claim that a cancelled call would have got ends by itself.
     """
     poll_s = _FIRST_POLL_S
     while True:
-        found = await asyncio.shield(asyncio.to_thread(cache.begin, key, ttl_s=ttl_s))
+        found = await asyncio.to_thread(cache.begin, key, ttl_s=ttl_s)
         if not isinstance(found, Busy):
             return found
         await asyncio.sleep(min(poll_s, max(found.expires_s, 0.0)))

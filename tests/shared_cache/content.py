@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 
@@ -16,6 +17,7 @@ def key_of(number: int) -> str:
     return hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest()
 
 
+@functools.cache
 def rows_of(key: str, max_bytes: int = 40_000) -> np.ndarray:
     """Return the rows (count, 4) of a key."""
     rng = random.Random(key)

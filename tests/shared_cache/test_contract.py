@@ -78,6 +78,15 @@ def test_abandoned_claim_goes_to_the_next(cache: EmbeddingCache) -> None:
     assert isinstance(cache.begin(key_of(1)), Claim)
 
 
+@pytest.mark.parametrize("reserves", [False, True])
+def test_dropped_claim_is_over(cache: EmbeddingCache, reserves: bool) -> None:
+    dropped = claim(cache, key_of(1))
+    if reserves:
+        dropped.reserve(meta_of(key_of(1), rows_of(key_of(1))))
+    del dropped
+    assert isinstance(cache.begin(key_of(1)), Claim)
+
+
 def test_overdue_claim_is_taken_over_and_its_late_result_dropped(cache: EmbeddingCache) -> None:
     key = key_of(2)
     rows = rows_of(key)
