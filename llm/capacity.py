@@ -5,6 +5,7 @@ Pure arithmetic over a model config (llm processes, planner); knows no torch and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,9 +58,19 @@ class PoolPlan:
 def swa_live_tokens(window: int, page_size: int, release_interval: int, chunk: int) -> int:
     """Return the most SWA slots one running request holds: O(window + chunk), whatever its length.
 
-    The window may begin inside a page and the chunk may end inside one, hence the two further pages.
+    Pages behind the window leave at every multiple of `release_interval` while it decodes, and after every
+    chunk, which may begin anywhere in a page; 0 for `chunk` leaves prefill out.
     """
-    return (pages_for(window + max(release_interval, chunk), page_size) + 2) * page_size
+    decoding = _most_live_pages(window, page_size, release_interval, math.gcd(release_interval, page_size))
+    return max(decoding, _most_live_pages(window, page_size, chunk, 1)) * page_size
+
+
+def _most_live_pages(window: int, page_size: int, step: int, alignment: int) -> int:
+    """Return the most pages under window and step when steps begin at the multiples of `alignment`."""
+    return max(
+        pages_for(begin + step, page_size) - (begin - window + 1) // page_size
+        for begin in range(0, page_size, alignment)
+    )
 
 
 def plan_pools(
@@ -74,9 +85,9 @@ def plan_pools(
 ) -> PoolPlan:
     """Split one budget so that requests of `typical_len` tokens fill both pools at the same time.
 
-    A request of T tokens holds T full slots but only window + release interval SWA slots, so the SWA pool
-    gets that share of the full pool's slots. It always holds at least one request in the middle of a chunk.
-    Raise ConfigError when the budget is too small for that, or when the model lacks either kind of layer.
+    A request of T tokens holds T full slots but SWA slots of its window only, so the SWA pool gets that share
+    of the slots, and beside them those of one chunk under way. Neither pool shrinks when the budget grows.
+    Raise ConfigError when it is too small, or when the model lacks either kind of layer.
     """
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
@@ -85,13 +96,18 @@ def plan_pools(
     window = max(spec.window or 0 for spec in swa)
     full_bytes = token_bytes(full, dtype_bytes) * page_size
     swa_bytes = token_bytes(swa, dtype_bytes) * page_size
-    steady = swa_live_tokens(window, page_size, release_interval, 0)
-    share = min(1.0, steady / typical_len)
-    least_swa = 1 + pages_for(swa_live_tokens(window, page_size, release_interval, chunk), page_size)
-    swa_pages = max(int(budget_bytes / (full_bytes / share + swa_bytes)), least_swa)
-    full_pages = (budget_bytes - swa_pages * swa_bytes) // full_bytes
-    # More SWA than full slots can never be used.
-    swa_pages = min(swa_pages, max(full_pages, least_swa))
+    steady = pages_for(swa_live_tokens(window, page_size, release_interval, 0), page_size)
+    in_chunk = pages_for(swa_live_tokens(window, page_size, release_interval, chunk), page_size)
+    typical_full = pages_for(typical_len, page_size)
+    typical_swa = min(steady, typical_full)
+    request_bytes = typical_full * full_bytes + typical_swa * swa_bytes
+    # Beside the requests: the null page of each pool, and what one chunk needs beyond a decoding request.
+    fixed_swa, least_swa = 1 + in_chunk - steady, 1 + in_chunk
+    usable = max(budget_bytes - full_bytes - fixed_swa * swa_bytes, 0)
+    swa_pages = max(fixed_swa + usable * typical_swa // request_bytes, least_swa)
+    full_pages = min(
+        1 + usable * typical_full // request_bytes, (budget_bytes - swa_pages * swa_bytes) // full_bytes
+    )
     if full_pages < least_swa:
         needed = least_swa * (full_bytes + swa_bytes)
         raise ConfigError(
