@@ -32,7 +32,7 @@ class GatewayConfig(StageConfig):
     keepalive_s: float = setting(15.0, "silence after which a stream gets a comment line", ge=0.05, le=3600)
     ping_interval_s: float = setting(0.5, "how often workers are asked for their load", ge=0.02, le=60)
     worker_timeout_s: float = setting(
-        10.0, "silence after which a worker counts as lost and its requests fail", ge=0.1, le=600
+        30.0, "silence after which a worker counts as lost and its requests fail", ge=0.1, le=600
     )
 
     max_body_mb: int = setting(64, "size of a request body", ge=1, le=4096)

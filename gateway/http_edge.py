@@ -147,11 +147,11 @@ def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
                 keys.check(request)
             return await handler(request)
         except CancelledRequestError as error:
-            logger.info("%s %s: %s", request.method, request.path, error.message)
+            logger.info("%s %s: %s", request.method, _shown(request), error.message)
             return error_response(error.info())
         except TransomError as error:
             if error.status >= 500:
-                logger.warning("%s %s %d: %s", request.method, request.path, error.status, error.message)
+                logger.warning("%s %s %d: %s", request.method, _shown(request), error.status, error.message)
             return error_response(error.info())
         except web.HTTPException as error:
             if error.status < 400:
@@ -160,11 +160,16 @@ def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
         except ConnectionError:
             raise
         except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %s failed", request.method, _shown(request))
             info = ErrorInfo(status=500, code="internal_error", message="internal error")
             return error_response(info)
 
     return [cors, errors]
+
+
+def _shown(request: web.Request) -> str:
+    """Return the path as it was sent: decoded, it could hold line breaks and forge log lines."""
+    return request.raw_path[:200]
 
 
 def _plain_info(request: web.Request, error: web.HTTPException) -> ErrorInfo:
@@ -173,7 +178,7 @@ def _plain_info(request: web.Request, error: web.HTTPException) -> ErrorInfo:
     return ErrorInfo(
         status=error.status,
         code="not_found" if error.status == 404 else "invalid_request",
-        message=f"{request.method} {request.path[:200]}: {text}",
+        message=f"{request.method} {_shown(request)}: {text}",
     )
 
 

@@ -90,7 +90,9 @@ def _message(message: Fields, media: list[MediaItem], limits: Limits) -> dict[st
         if message.has(name):
             raise message.refuse(name, "this field is not supported")
     content = _content(message, role, media, limits)
-    result: dict[str, Any] = {"role": role, "content": content}
+    # OpenAI's newer name for the same thing; checkpoints' templates know the older one.
+    shown = "system" if role == "developer" else role
+    result: dict[str, Any] = {"role": shown, "content": content}
     name = message.text("name", max_chars=256)
     if name is not None:
         result["name"] = name

@@ -138,7 +138,11 @@ class LiveRequest:
         self._uncount(work)
 
     def close(self, send_abort: Callable[[str, Abort], None], reason: str) -> None:
-        """Give everything back; tell each worker that may still hold a part. Idempotent."""
+        """Give everything back; tell each worker that may still hold a part. Idempotent.
+
+        What workers still say, such as that they were told to stop, is not heard any more.
+        """
+        self.done = True
         abort = Abort(request_id=self.request_id, reason=reason)
         for address in dict.fromkeys(work.address for work in self.works() if work.held):
             send_abort(address, abort)

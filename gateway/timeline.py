@@ -67,6 +67,8 @@ class Timeline:
             for item, done in live.encode_done.items():
                 pairs[f"media{item}"] = f"{done.modality}:{live.encoders[item].address}"
                 pairs[f"media{item}.hit"] = done.cache_hit
+                if done.notes:
+                    pairs[f"media{item}.notes"] = "; ".join(done.notes)
                 for name, value in done.timings_ms.items():
                     pairs[f"media{item}.{name}_ms"] = round(value, 1)
         shown = " ".join(f"{name}={value}" for name, value in pairs.items() if value != "")

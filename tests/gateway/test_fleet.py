@@ -218,6 +218,18 @@ def test_an_empty_last_chunk_ends_the_answer() -> None:
     assert [one.token_ids for one in request.take()] == [[0], []]
 
 
+def test_a_closed_request_hears_nothing_more() -> None:
+    """A stage that was told to stop may answer with an error: that is no failure of the client's request."""
+    request = live([], [])
+    request.on_chunk(chunk(0))
+    request.take()
+    request.close(lambda address, abort: None, "stop")
+    error = ErrorInfo(status=500, code="internal_error", message="aborted")
+    request.on_failed(RequestFailed(request_id="r", error=error, stage="decode"))
+    request.on_chunk(chunk(1))
+    assert not request.has_news()
+
+
 def test_tokens_come_before_the_error_that_follows_them() -> None:
     request = live([], [])
     request.on_chunk(chunk(0))

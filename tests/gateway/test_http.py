@@ -90,6 +90,8 @@ async def test_wrong_paths_methods_types_and_models_are_openai_errors(
 ) -> None:
     async with session.post(fleet.url + "/v1/nothing", json={}) as response:
         assert (response.status, (await error_of(response))["code"]) == (404, "not_found")
+    async with session.get(fleet.url + "/x%0Aforged%20line") as response:
+        assert "\n" not in (await error_of(response))["message"]
     async with session.get(fleet.url + CHAT) as response:
         assert (response.status, (await error_of(response))["type"]) == (405, "invalid_request_error")
     async with session.post(fleet.url + CHAT, data=json.dumps(BODY)) as response:

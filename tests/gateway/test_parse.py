@@ -245,6 +245,16 @@ def test_an_assistant_turn_comes_back_as_clients_send_it() -> None:
     assert request.messages[3]["content"] == "seen"
 
 
+def test_a_developer_speaks_as_the_system() -> None:
+    request = parse_chat(
+        orjson.dumps(
+            body(messages=[{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}])
+        ),
+        LIMITS,
+    )
+    assert request.messages == [{"role": "system", "content": "be brief"}]
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
