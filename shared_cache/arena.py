@@ -162,8 +162,9 @@ class Arena:
                 return
             ledger.reap(ledger.me)
             self.closed = True
-            if not self.keep and not self.locks.held_elsewhere(FIRST_PROCESS_BYTE, PROCESSES):
-                self.path.unlink(missing_ok=True)
+            last = not self.locks.held_elsewhere(FIRST_PROCESS_BYTE, PROCESSES)
+            if last and not self.keep and _still_at(self.path, self._fd):
+                self.path.unlink()
         del ledger  # its views of the mapping
         self.unmap()
 

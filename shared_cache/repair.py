@@ -112,7 +112,8 @@ def check(ledger: Ledger) -> None:
     assert used + int(free[:, 1].sum()) == tables.geometry.pages, "free + used != capacity"
     assert np.array_equal(free, gaps(runs, tables.geometry.pages)), "free extents are not the gaps"
 
-    indexed = sorted(entry - 1 for entry in tables.index if entry)
+    index = np.frombuffer(tables.index, np.uint32)
+    indexed = sorted((index[index > 0] - 1).tolist())
     assert indexed == [slot for slot in live if tables.states[slot] != DETACHED], "index is not complete"
     for slot in indexed:
         assert ledger.find(records[slot].key) == slot, f"entry {slot} can't be found under its key"
@@ -125,11 +126,10 @@ def check(ledger: Ledger) -> None:
             assert process == ledger.me or ledger.alive(process), f"process {owner} is dead"
         else:
             assert not tables.leases[process].any(), f"leases of empty process slot {process}"
-    for slot in range(tables.geometry.entries):
+    assert not refs[tables.states == FREE].any(), "a free entry is leased"
+    for slot in live:
         state = int(tables.states[slot])
-        if state == FREE:
-            assert not refs[slot], f"free entry {slot} is leased"
-        elif state == COMMITTED:
+        if state == COMMITTED:
             assert records[slot].pages, f"committed entry {slot} has no pages"
         else:
             assert state in (CLAIMED, DETACHED), f"entry {slot} has state {state}"

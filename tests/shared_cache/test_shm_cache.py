@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
 from tests.shared_cache.conftest import Opener
 from tests.shared_cache.content import check, key_of, meta_of, put, rows_of
@@ -96,6 +98,24 @@ def test_closing_waits_for_the_last_view(attach: Opener) -> None:
     with pytest.raises(ArenaError, match="after close"):
         cache.get(key_of(0))
     cache.close()
+
+
+def test_sending_without_a_copy_keeps_the_lease(attach: Opener) -> None:
+    cache = attach()
+    rows = np.arange(100_000, dtype=np.int32).reshape(-1, 4)  # pyzmq copies small frames
+    cache.put(key_of(0), EntryMeta(TensorMeta("int32", rows.shape)), [rows])
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        sender.bind("inproc://embeddings")
+        receiver.connect("inproc://embeddings")
+        lease = cache.get(key_of(0))
+        assert lease is not None
+        sender.send(lease.data, copy=False)
+        lease.release()
+        assert cache.stats().leases == 1
+        assert receiver.recv() == rows.tobytes()
+        deadline = time.monotonic() + 20
+        while cache.stats().leases:  # pyzmq lets go of the buffer in a thread of its own
+            assert time.monotonic() < deadline
 
 
 def test_restart_finds_everything(attach: Opener) -> None:
