@@ -88,7 +88,10 @@ class Fleet:
     async def run(self) -> None:
         """Ping until cancelled."""
         while True:
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # without pings no loss would be noticed any more
+                logger.exception("a round of pings failed")
             await asyncio.sleep(self._interval_s)
 
     def tick(self) -> None:
