@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -196,12 +197,23 @@ def measure(lengths: Sequence[int], page_sizes: Sequence[int], repeats: int) -> 
     return rows
 
 
+def _commit() -> str:
+    """Return the checkout's commit, empty outside of one."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the cases; print a table, or one JSON object when asked."""
     if args.repeats < 5 or min(args.lengths) < CHUNK or not all(1 <= size <= 64 for size in args.page_sizes):
         raise ConfigError(f"--repeats must be >= 5, --lengths >= {CHUNK} and --page-sizes from 1 to 64")
     about = {
-        "bench": "radix",
+        "benchmark": "radix",
+        "commit": _commit(),
         "transom": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -61,7 +61,6 @@ _MUTANTS = {
         "upper.live, upper.rank = True",
     ),
     "merge past a branch": (node_module, "and len(upper.children) == 1", ""),
-    "merge past a lock": (node_module, "and upper.full_pins == node.full_pins", ""),
     "list pinned windows": (node_module, "if node.swa_pins == 0:", "if node.swa_pins <= 1:"),
     "miscount pins": (node_module, "self.swa_protected += len(node)", "self.swa_protected += 1"),
 }

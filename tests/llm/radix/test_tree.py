@@ -130,9 +130,7 @@ def test_a_pinned_window_is_not_merged_into_its_neighbour(make_server: Any) -> N
     tree, pools = server.tree, server.pools
     tokens = prompt(9, 12)
     lock = tree.lock(tree.match(build_key(tokens)))
-    for end in (2, 4, 12):
-        own = np.array(server._take(end - lock.length))
-        tree.insert(build_key(tokens[:end]), own, lock, keep=[Window(0, 12, Rank.TAIL)])
+    tree.insert(build_key(tokens), np.array(server._take(12)), lock, keep=[Window(0, 12, Rank.TAIL)])
     other = tree.lock(tree.match(build_key([*tokens, 0])))
     tree.unlock(lock)
     tree.check_integrity()
@@ -141,6 +139,22 @@ def test_a_pinned_window_is_not_merged_into_its_neighbour(make_server: Any) -> N
     assert tree.swa_protected == 8
     tree.unlock(other)
     tree.check_integrity()
+
+
+def test_a_node_that_a_lock_ends_at_is_not_merged_into_its_child(make_server: Any) -> None:
+    server = make_server(window=8)
+    tree = server.tree
+    tokens = prompt(10, 12)
+    lock = tree.lock(tree.match(build_key(tokens)))
+    tree.insert(build_key(tokens), np.array(server._take(12)), lock, keep=[Window(0, 12, Rank.TAIL)])
+    tree.unlock(lock)
+    upper = tree.lock(tree.match(build_key(tokens), 4))
+    tree.release_swa(upper)
+    tree.unlock(tree.lock(tree.match(build_key([*tokens, 0]))))
+    tree.check_integrity()
+    assert upper.length == 4
+    tree.unlock(upper)
+    assert len(tree.match(build_key([*tokens, 0])).path) == 1, "nothing keeps them apart any more"
 
 
 def test_matching_changes_nothing_and_a_stale_match_cannot_be_locked(make_server: Any) -> None:
