@@ -44,8 +44,12 @@ CONTEXTS = (4096, 16384, 32768, 131072, 1048576)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="bf16", help="(default %(default)s)")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--kv-dtype", choices=tuple(KV_DTYPES), default="bf16", help="of the KV pools (default %(default)s)"
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=16, metavar="N", help="tokens in a page (default %(default)s)"
+    )
     parser.add_argument(
         "--pool-mb", type=int, default=320, metavar="MB",
         help="size of nano's real pools; contexts that need more are not measured (default %(default)s)",

@@ -82,10 +82,13 @@ def _add_engine(parser: Parser) -> None:
     engine = PlanOptions(gpu_memory_bytes=1, context_len=1)
     parser.add_argument(
         "--weight-dtype", choices=WEIGHT_DTYPES, default=None,
-        help="(default: fp8 if the checkpoint is quantised, else bf16)",
+        help="of the weights (default: fp8 if the checkpoint is quantised, else bf16)",
     )  # fmt: skip
     parser.add_argument(
-        "--kv-dtype", choices=tuple(KV_DTYPES), default=engine.kv_dtype, help="(default %(default)s)"
+        "--kv-dtype",
+        choices=tuple(KV_DTYPES),
+        default=engine.kv_dtype,
+        help="of the KV pools (default %(default)s)",
     )
     for flag, default, text in (
         ("--page-size", engine.page_size, "tokens in a page"),
