@@ -87,9 +87,16 @@ def make_model() -> Callable[..., MiMoV2ForCausalLM]:
 
 @pytest.fixture(scope="session")
 def make_pools() -> Callable[..., DualPools]:
-    def make(config: MiMoV2Config, *, full: int = 400, swa: int = 200, page_size: int = 4) -> DualPools:
+    def make(
+        config: MiMoV2Config,
+        *,
+        full: int = 400,
+        swa: int = 200,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> DualPools:
         plan = PoolPlan(page_size, full + 1, swa + 1, 0, 0)
-        return DualPools(config, plan, dtype=torch.float32, device=torch.device("cpu"))
+        return DualPools(config, plan, dtype=dtype, device=torch.device("cpu"))
 
     return make
 

@@ -22,7 +22,7 @@ def run_in_steps(
 ) -> list[torch.Tensor]:
     """Run prompts through the pools, request r taking cuts[r][s] tokens in step s; single tokens go first."""
     kvs = [RequestKV() for _ in prompts]
-    done = [torch.empty(0, model.config.hidden_size) for _ in prompts]
+    done = [torch.empty(0, model.config.hidden_size, dtype=model.norm.weight.dtype) for _ in prompts]
     for step in range(max(len(c) for c in cuts)):
         counts = {r: c[step] for r, c in enumerate(cuts) if step < len(c) and c[step]}
         order = sorted(counts, key=lambda r: (counts[r] > 1, -kvs[r].length))
@@ -51,17 +51,17 @@ def uncached(model: MiMoV2ForCausalLM, prompt: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 8, 9, 10, 17, 33, 70])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 9, 10, 17, 45])
 def test_every_chunk_size(model: MiMoV2ForCausalLM, make_pools: Pools, page_size: int, chunk: int) -> None:
-    prompt = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1))
-    cuts = [min(chunk, 70 - begin) for begin in range(0, 70, chunk)]
+    prompt = torch.randint(0, 96, (45,), generator=torch.Generator().manual_seed(1))
+    cuts = [min(chunk, 45 - begin) for begin in range(0, 45, chunk)]
     with torch.inference_mode():
         (hidden,) = run_in_steps(model, make_pools(model.config, page_size=page_size), [prompt], [cuts])
         torch.testing.assert_close(hidden, uncached(model, prompt), atol=2e-5, rtol=1e-4)
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=6), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_batched_steps(
     model: MiMoV2ForCausalLM,
     make_model: Callable[..., MiMoV2ForCausalLM],
@@ -101,3 +101,19 @@ def test_stale_garbage_never_reaches_a_later_owner(model: MiMoV2ForCausalLM, mak
             store.v[:, :, 1:] = float("inf")
         (hidden,) = run_in_steps(model, pools, [prompt], [[10, 1, 10]])
         torch.testing.assert_close(hidden, uncached(model, prompt), atol=2e-5, rtol=1e-4)
+
+
+def test_bfloat16(make_model: Callable[..., MiMoV2ForCausalLM], make_pools: Pools) -> None:
+    """Half-precision weights and KV: as close to fp32 as the uncached bfloat16 run is."""
+    exact, model = make_model(), make_model().to(torch.bfloat16)
+    for name, parameter in exact.named_parameters():
+        if ".gate.weight" in name:  # routers stay fp32, as the loader leaves them
+            model.get_parameter(name).data = parameter.clone()
+    prompt = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(6))
+    with torch.inference_mode():
+        pools = make_pools(model.config, dtype=torch.bfloat16)
+        (hidden,) = run_in_steps(model, pools, [prompt], [[17, 1, 1, 21]])
+        error = (hidden.float() - uncached(exact, prompt)).abs().mean()
+        error_uncached = (uncached(model, prompt).float() - uncached(exact, prompt)).abs().mean()
+    assert hidden.dtype == torch.bfloat16
+    assert error < 2 * error_uncached + 1e-2

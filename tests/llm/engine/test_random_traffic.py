@@ -30,7 +30,7 @@ actions = st.lists(
 
 
 @given(actions, st.integers(18, 40))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.timeout(600)
 def test_random_traffic(
     model: MiMoV2ForCausalLM,
