@@ -30,7 +30,15 @@ from transom.shared_cache.contract import (
     Lease,
     parse_key,
 )
-from transom.shared_cache.layout import CLAIMED, COMMITTED, PAGE_BYTES, DamagedRecordError, Record, Word
+from transom.shared_cache.layout import (
+    CLAIMED,
+    COMMITTED,
+    PAGE_BYTES,
+    DamagedRecordError,
+    Record,
+    Tables,
+    Word,
+)
 from transom.shared_cache.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -140,28 +148,33 @@ class ShmEmbeddingCache(EmbeddingCache):
         return Lease(key, meta, pin.data[: record.data_bytes])
 
     def stats(self) -> CacheStats:
-        with self._arena.section as ledger:
-            ledger.reap_dead()
-            tables = ledger.tables
-            words = tables.words
-            return CacheStats(
-                kind="shm",
-                capacity_bytes=self.capacity_bytes,
-                used_bytes=words[Word.USED_PAGES] * PAGE_BYTES,
-                entries=int((tables.states == COMMITTED).sum()),
-                leases=int(tables.refs.sum()),
-                processes=int((tables.processes["pid"] != 0).sum()),
-                hits=words[Word.HITS],
-                misses=words[Word.MISSES],
-                waits=words[Word.WAITS],
-                insertions=words[Word.INSERTIONS],
-                evictions=words[Word.EVICTIONS],
-                evicted_bytes=words[Word.EVICTED_BYTES],
-                rejected=words[Word.REJECTED],
-                torn=words[Word.TORN],
-                takeovers=words[Word.TAKEOVERS],
-                repairs=words[Word.REPAIRS],
-            )
+        try:
+            with self._arena.section as ledger:
+                ledger.reap_dead()
+                return self._figures(ledger.tables)
+        except DamagedArenaError:
+            return self._figures(self._arena.ledger.tables)
+
+    def _figures(self, tables: Tables) -> CacheStats:
+        words = tables.words
+        return CacheStats(
+            kind="shm",
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=words[Word.USED_PAGES] * PAGE_BYTES,
+            entries=int((tables.states == COMMITTED).sum()),
+            leases=int(tables.refs.sum()),
+            processes=int((tables.processes["pid"] != 0).sum()),
+            hits=words[Word.HITS],
+            misses=words[Word.MISSES],
+            waits=words[Word.WAITS],
+            insertions=words[Word.INSERTIONS],
+            evictions=words[Word.EVICTIONS],
+            evicted_bytes=words[Word.EVICTED_BYTES],
+            rejected=words[Word.REJECTED],
+            torn=words[Word.TORN],
+            takeovers=words[Word.TAKEOVERS],
+            repairs=words[Word.REPAIRS],
+        )
 
     def check_integrity(self) -> None:
         with self._arena.section as ledger:
@@ -213,12 +226,15 @@ class ShmClaim(Claim):
             return None
         blob = _META_ENCODER.encode(meta)
         data_bytes = meta.rows.size_bytes
-        with self._arena.section as ledger:
-            if ledger.tables.states[self._slot] != CLAIMED:
-                return None
-            if not ledger.reserve(self._slot, data_bytes, len(blob)):
-                return None
-            self._record = ledger.tables.read(self._slot)
+        try:
+            with self._arena.section as ledger:
+                if ledger.tables.states[self._slot] != CLAIMED:
+                    return None
+                if not ledger.reserve(self._slot, data_bytes, len(blob)):
+                    return None
+                self._record = ledger.tables.read(self._slot)
+        except _DAMAGE:
+            return None
         # The duty to end the lease passes from the claim to its pages: a view may outlive the claim.
         self._finalizer.detach()
         self._pin = _pin(self._arena, self._record, writable=True)
@@ -236,8 +252,11 @@ class ShmClaim(Claim):
         _end_with(pin, self._arena, self._slot)
         blob = bytes(pin.data[record.data_bytes :])
         checksum = _digest(pin[: record.data_bytes], blob, record.key)
-        with self._arena.section as ledger:
-            published = ledger.commit(self._slot, checksum)
+        try:
+            with self._arena.section as ledger:
+                published = ledger.commit(self._slot, checksum)
+        except _DAMAGE:
+            published = False
         self._pin = None
         if not published:
             return None

@@ -18,7 +18,7 @@ from tests.shared_cache.conftest import Opener
 from tests.shared_cache.content import check, key_of, meta_of, put, rows_of
 from transom.messages import TensorMeta
 from transom.shared_cache.contract import ArenaError, Busy, Claim, EntryMeta, Lease
-from transom.shared_cache.layout import PROCESSES, Geometry
+from transom.shared_cache.layout import PROCESSES, Geometry, Word
 
 FILLED = np.frombuffer(bytes(range(200)) * 50, np.int32).reshape(-1, 4)  # 10 kB, a pattern to look for
 FILLED_META = EntryMeta(TensorMeta("int32", FILLED.shape))
@@ -186,6 +186,38 @@ def test_torn_entry_stays_for_those_who_lease_it(attach: Opener, tmp_path: Path)
     cache.check_integrity()
     mine.release()
     assert cache.stats().used_bytes < used
+
+
+def test_damaged_record_of_a_leased_entry_rests_the_arena(attach: Opener, tmp_path: Path) -> None:
+    """Nobody knows which pages its reader uses, so nothing is written until the reader lets go."""
+    one, two = attach(), attach()
+    one.put(key_of(0), FILLED_META, [FILLED])
+    put(one, key_of(1))
+    begun = two.begin(key_of(3))
+    assert isinstance(begun, Claim)
+    lease = one.get(key_of(0))
+    assert lease is not None
+    array = lease.array()
+    at = (tmp_path / "arena").read_bytes().index(bytes.fromhex(key_of(0)))
+    with open(tmp_path / "arena", "r+b") as file:
+        file.seek(at + 30)
+        file.write(b"\xff\xff")
+        file.seek(8 * Word.DIRTY)
+        file.write(b"\x01")
+    assert two.get(key_of(1)) is None
+    assert begun.publish(FILLED_META, [FILLED]) is None
+    for number in range(200):
+        assert not put(two, key_of(number))
+    assert two.stats().hits == 1
+    np.testing.assert_array_equal(array, FILLED)
+    del array
+    lease.release()
+    found = two.get(key_of(1))
+    assert found is not None
+    check(found, key_of(1))
+    assert two.get(key_of(0)) is None
+    assert put(two, key_of(2))
+    two.check_integrity()
 
 
 def test_dead_process_loses_leases_and_claims(attach: Opener, tmp_path: Path) -> None:
