@@ -15,8 +15,8 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import orjson
 import uvloop
@@ -27,6 +27,7 @@ from transom.curve import FleetKey
 from transom.errors import TransomError, UnavailableError
 from transom.log import request_id_var, setup_logging
 from transom.messages import Ping, Pong
+from transom.metrics import CONTENT_TYPE, Collector, LoadCollector, StateCollector, expose, make_registry
 from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,13 @@ _ORPHAN_END_S = 1.5  # beyond draining: time to release everything once the supe
 
 
 class Stage(ABC):
-    """One stage process. Every method runs on the event loop; none may block it."""
+    """One stage process. Every method runs on the event loop; none may block it.
+
+    `totals` names the figures of `load` that only ever grow: metrics show them as counters.
+    """
 
     name: str
+    totals: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     async def start(self, transport: Transport) -> None:
@@ -67,6 +72,10 @@ class Stage(ABC):
         """Return why the started stage can't take work now (the gateway: a stage has no worker)."""
         return None
 
+    def collectors(self) -> Iterable[Collector]:
+        """Return further metrics beside the figures of `load`; asked for once, before `start`."""
+        return ()
+
     def routes(self) -> list[web.RouteDef]:
         """Return further HTTP routes of this stage."""
         return []
@@ -87,6 +96,13 @@ class StageRunner:
         self.draining = False
         self._stop = asyncio.Event()
         self._started_s = time.monotonic()
+        self._registry = make_registry(
+            [
+                LoadCollector(stage.name, stage.load, stage.totals),
+                StateCollector(stage.name, lambda: self._problem() is None),
+                *stage.collectors(),
+            ]
+        )
 
     async def run(self) -> None:
         config = self.config
@@ -187,7 +203,12 @@ class StageRunner:
     async def _start_http(self) -> web.AppRunner:
         app = web.Application(**self.stage.app_limits())
         app.add_routes(
-            [web.get("/health", self._health), web.get("/ready", self._ready_probe), *self.stage.routes()]
+            [
+                web.get("/health", self._health),
+                web.get("/ready", self._ready_probe),
+                web.get("/metrics", self._metrics),
+                *self.stage.routes(),
+            ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
@@ -211,12 +232,20 @@ class StageRunner:
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
     async def _ready_probe(self, request: web.Request) -> web.Response:
-        ready = self.ready and not self.draining
-        problem = self.stage.unready_reason() if ready else ("draining" if self.draining else "starting")
-        body = orjson.dumps({"ready": ready and problem is None, "reason": problem})
+        problem = self._problem()
+        body = orjson.dumps({"ready": problem is None, "reason": problem})
         return web.Response(
-            body=body, status=200 if ready and problem is None else 503, content_type="application/json"
+            body=body, status=200 if problem is None else 503, content_type="application/json"
         )
+
+    def _problem(self) -> str | None:
+        """Return why no work can be taken now."""
+        if self.draining:
+            return "draining"
+        return self.stage.unready_reason() if self.ready else "starting"
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=expose(self._registry), headers={"Content-Type": CONTENT_TYPE})
 
     def _announce(self, transport: Transport, runner: web.AppRunner) -> None:
         """Print the readiness line: the one JSON object that a stage writes to stdout."""
