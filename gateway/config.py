@@ -45,4 +45,5 @@ class GatewayConfig(StageConfig):
         2_000_000, "prompt and output tokens of all requests in work; more get 429", ge=1
     )
     max_context: int = setting(0, "prompt and output tokens of one request; 0: as the model says", ge=0)
+    kept_traces: int = setting(256, "timelines of requests that are kept to be looked at", ge=0, le=100_000)
     default_max_tokens: int = setting(1024, "output tokens when the client gives no limit", ge=1)

@@ -73,6 +73,11 @@ class Fleet:
     def __getitem__(self, address: str) -> Worker:
         return self._workers[address]
 
+    def name(self, address: str) -> str:
+        """Return what clients see instead of an address: the stage and the worker's number in it."""
+        stage = self._workers[address].stage
+        return f"{stage}-{[one.address for one in self.workers(stage)].index(address)}"
+
     def workers(self, stage: StageName | None = None) -> list[Worker]:
         """Return the workers of a stage, or all."""
         return [worker for worker in self._workers.values() if stage in (None, worker.stage)]

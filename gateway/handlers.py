@@ -21,7 +21,8 @@ from transom.errors import CancelledRequestError, NotFoundError, TransomError, U
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed
-from transom.gateway.http_edge import cors_headers, error_response, json_response, read_body
+from transom.gateway.http_edge import ApiKeys, cors_headers, error_response, json_response, read_body
+from transom.gateway.metrics import Endpoint, GatewayMetrics
 from transom.gateway.output import ChoiceOutput, Delta
 from transom.gateway.parse import parse_chat, parse_completion
 from transom.gateway.prepare import Model, chat_output, fit_context
@@ -31,6 +32,7 @@ from transom.gateway.responses import ChatRenderer, CompletionRenderer, Head, Re
 from transom.gateway.schema import ChatRequest, Generation
 from transom.gateway.sse import EventStream
 from transom.gateway.timeline import Timeline
+from transom.gateway.trace import Trace, TraceBook
 from transom.messages import PromptStats
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ _INLINE_BYTES = 8 * 1024  # smaller bodies cost less to work on than to hand to 
 class Job:
     """A client request that is ready to be sent out. `prompt_of` maps choices to distinct prompts."""
 
-    kind: str
+    kind: Endpoint
     head: Head
     generation: Generation
     plans: list[Plan]
@@ -58,22 +60,32 @@ class Handlers:
     """Owned by the gateway stage. `draining` refuses new work."""
 
     def __init__(
-        self, config: GatewayConfig, model: Model, dispatcher: Dispatcher, admission: Admission
+        self,
+        config: GatewayConfig,
+        model: Model,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        keys: ApiKeys,
+        metrics: GatewayMetrics,
+        traces: TraceBook,
     ) -> None:
         self._config = config
         self._model = model
         self._dispatcher = dispatcher
         self._admission = admission
+        self._keys = keys
+        self._metrics = metrics
+        self._traces = traces
         self._created = int(time.time())
         self.draining = False
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        return await self._generate(request, self._chat_job)
+        return await self._generate(request, "chat", self._chat_job)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        return await self._generate(request, self._completion_job)
+        return await self._generate(request, "completion", self._completion_job)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -98,6 +110,10 @@ class Handlers:
             name, text = await self._offload(len(body), lambda: self._model.detokenize(body))
         self._check_model(name)
         return json_response({"prompt": text})
+
+    async def trace(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/requests/{id}/trace."""
+        return json_response(self._traces.find(request.match_info["id"], self._keys.caller(request)))
 
     def _card(self, name: str) -> dict[str, object]:
         return {
@@ -132,12 +148,12 @@ class Handlers:
         return work() if size_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
     async def _generate(
-        self, request: web.Request, make_job: Callable[[bytes, Timeline], Job]
+        self, request: web.Request, endpoint: Endpoint, make_job: Callable[[bytes, Timeline], Job]
     ) -> web.StreamResponse:
-        if self.draining:
-            raise UnavailableError("the gateway is shutting down", retry_after_s=5)
         timeline = Timeline()
-        with ExitStack() as stack:
+        with self._metrics.request(endpoint, timeline), ExitStack() as stack:
+            if self.draining:
+                raise UnavailableError("the gateway is shutting down", retry_after_s=5)
             with ExitStack() as memory:
                 body = await self._body(request, memory.enter_context(self._admission.buffer()))
                 timeline.mark("body")
@@ -154,31 +170,45 @@ class Handlers:
                         priority=generation.priority,
                     )
                 )
+                timeline.mark("send")
             try:
-                return await self._logged(request, job, exchange)
+                return await self._observed(request, job, exchange)
             except CancelledRequestError:
                 raise
             except TransomError as error:
                 return error_response(error.info(), job.head.id)
 
-    async def _logged(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
-        """Answer; write the one line that the log has of each request."""
-        status, problem = 200, ""
-        try:
-            if job.generation.stream:
-                return await self._stream(request, job, exchange)
-            return await self._whole(job, exchange)
-        except TransomError as error:
-            status, problem = error.status, error.code
-            raise
-        except asyncio.CancelledError:
-            status, problem = 499, CancelledRequestError.code
-            raise
-        finally:
-            failed = next((one.error for one in exchange.choices if one.error is not None), None)
-            if failed is not None and not problem:
-                status, problem = failed.status, failed.code
-            job.timeline.log(job.kind, job.head.id, exchange, job.outputs, status, problem)
+    async def _observed(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
+        """Answer; keep the trace, count what came of it and write its line in the log."""
+        timeline = job.timeline
+        trace = Trace(
+            id=job.head.id,
+            kind=job.kind,
+            model=job.head.model,
+            owner=self._keys.caller(request),
+            timeline=timeline,
+            exchange=exchange,
+            outputs=job.outputs,
+            usage=lambda: self._usage(job, exchange),
+        )
+        with self._traces.record(trace):
+            try:
+                if job.generation.stream:
+                    return await self._stream(request, job, exchange)
+                return await self._whole(job, exchange)
+            except TransomError as error:
+                timeline.settle(error.status, error.code)
+                raise
+            except asyncio.CancelledError:
+                timeline.settle(499, CancelledRequestError.code)
+                raise
+            finally:
+                failed = next((one.error for one in exchange.choices if one.error is not None), None)
+                if failed is not None:
+                    timeline.settle(failed.status, failed.code)
+                timeline.end()
+                self._metrics.answered(timeline, exchange, job.outputs, self._stats(job, exchange))
+                timeline.log(job.kind, job.head.id, exchange, job.outputs)
 
     async def _whole(self, job: Job, exchange: Exchange) -> web.StreamResponse:
         deltas: list[list[Delta]] = [[] for _ in job.plans]
@@ -216,7 +246,7 @@ class Handlers:
                 raise
             # The status is out already: clients find the error in the stream.
             exchange.end_reason = error.code
-            job.timeline.problem = error
+            job.timeline.settle(error.status, error.code)
             await stream.send([error.info().to_openai()])
         return await stream.finish()
 
@@ -237,18 +267,22 @@ class Handlers:
         return news
 
     def _usage(self, job: Job, exchange: Exchange) -> dict[str, object]:
+        return usage(self._stats(job, exchange), job.outputs)
+
+    def _stats(self, job: Job, exchange: Exchange) -> list[PromptStats]:
+        """Return the figures of each distinct prompt that is known by now."""
         stats: dict[int, PromptStats] = {}
         for number, live in enumerate(exchange.choices):
             if live.stats is not None:
                 stats.setdefault(job.prompt_of[number], live.stats)
-        return usage(list(stats.values()), job.outputs)
+        return list(stats.values())
 
     def _chat_job(self, body: bytes, timeline: Timeline) -> Job:
         request = parse_chat(body, self._model.limits)
         name = self._check_model(request.generation.model)
         timeline.mark("parse")
         prompt = self._model.builder.chat(request)
-        return self._job("chat", f"chatcmpl-{uuid.uuid4().hex}", name, request, [prompt], timeline)
+        return self._job(f"chatcmpl-{uuid.uuid4().hex}", name, request, [prompt], timeline)
 
     def _completion_job(self, body: bytes, timeline: Timeline) -> Job:
         request = parse_completion(body, self._model.limits)
@@ -276,7 +310,7 @@ class Handlers:
         return Job("completion", head, generation, plans, outputs, renderer, (), prompt_of, timeline)
 
     def _job(
-        self, kind: str, id: str, name: str, request: ChatRequest, prompts: list[Prompt], timeline: Timeline
+        self, id: str, name: str, request: ChatRequest, prompts: list[Prompt], timeline: Timeline
     ) -> Job:
         generation = request.generation
         head = Head(id, int(time.time()), name)
@@ -293,7 +327,7 @@ class Handlers:
             for plan in plans
         ]  # fmt: skip
         attachments = [Attachment(item, item.routing_key()) for item in request.media]
-        return Job(kind, head, generation, plans, outputs, renderer, attachments, prompt_of, timeline)
+        return Job("chat", head, generation, plans, outputs, renderer, attachments, prompt_of, timeline)
 
     def _plans(self, generation: Generation, prompts: list[Prompt]) -> tuple[list[Plan], list[int]]:
         plans, prompt_of = [], []

@@ -26,11 +26,13 @@ from transom.errors import (
     RequestError,
     TransomError,
 )
+from transom.gateway import playground
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_OPEN_PATHS = ("/health", "/ready")
+# The page is open so that a browser can ask for the key; it holds nothing that is not in the source.
+_OPEN_PATHS = frozenset({"/health", "/ready", *playground.PATHS})
 
 
 def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -117,11 +119,19 @@ class ApiKeys:
         """Raise AuthError unless the request carries a known key. Takes the same time for every wrong key."""
         if not self._digests:
             return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        digest = self.caller(request)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not any(matches):
             raise AuthError("no valid API key was given")
+
+    def caller(self, request: web.Request) -> bytes:
+        """Return the digest of the key that a request carries; the same for all when no key is asked."""
+        if not self._digests:
+            return b""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return b""
+        return hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
 
 
 def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
@@ -191,5 +201,6 @@ def cors_headers(request: web.Request, cors_origins: tuple[str, ...]) -> dict[st
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
         "Access-Control-Allow-Headers": "Authorization, Content-Type",
+        "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
         "Vary": "Origin",
     }

@@ -12,15 +12,20 @@ from typing import Any
 from aiohttp import web
 
 from transom.errors import UnavailableError
+from transom.gateway import playground
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Dispatcher
 from transom.gateway.fleet import STAGES, Fleet, StageName
+from transom.gateway.fleet_view import show_fleet
 from transom.gateway.handlers import Handlers
-from transom.gateway.http_edge import ApiKeys, middlewares
+from transom.gateway.http_edge import ApiKeys, json_response, middlewares
+from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.prepare import Model
 from transom.gateway.requests import RequestTable
+from transom.gateway.trace import TraceBook
 from transom.messages import EncodeDone, Pong, RequestFailed, TokenChunk
+from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
 
@@ -41,6 +46,7 @@ class GatewayStage(Stage):
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._keys = ApiKeys.from_file(config.api_keys_file)
+        self._metrics = GatewayMetrics()
         self._table = RequestTable()
         self._admission = Admission(
             max_choices=config.max_inflight,
@@ -62,7 +68,10 @@ class GatewayStage(Stage):
             worker_timeout_s=config.worker_timeout_s,
         )
         dispatcher = Dispatcher(self._fleet, self._table, self._admission, transport.address)
-        self._handlers = Handlers(config, model, dispatcher, self._admission)
+        traces = TraceBook(config.kept_traces, self._fleet.name)
+        self._handlers = Handlers(
+            config, model, dispatcher, self._admission, self._keys, self._metrics, traces
+        )
         self._pinger = asyncio.create_task(self._fleet.run())
         logger.info("serves %s, context %d tokens", ", ".join(model.names), model.max_context)
 
@@ -107,6 +116,9 @@ class GatewayStage(Stage):
                 figures[f"ready_{stage}"] = float(len(self._fleet.ready(stage)))
         return figures
 
+    def collectors(self) -> list[Collector]:
+        return self._metrics.collectors()
+
     def unready_reason(self) -> str | None:
         missing = self._fleet.missing() if self._fleet is not None else ["worker"]
         return f"no ready {', '.join(missing)}" if missing else None
@@ -133,7 +145,16 @@ class GatewayStage(Stage):
             web.get("/v1/models/{id:.+}", self._route("model")),
             web.post("/tokenize", self._route("tokenize")),
             web.post("/detokenize", self._route("detokenize")),
+            web.get("/v1/requests/{id}/trace", self._route("trace")),
+            web.get("/v1/fleet", self._fleet_view),
+            *playground.routes(),
         ]
+
+    async def _fleet_view(self, request: web.Request) -> web.Response:
+        """GET /v1/fleet."""
+        if self._fleet is None:
+            raise UnavailableError("the gateway is starting", retry_after_s=1)
+        return json_response(show_fleet(self._fleet, self.load()))
 
     def _route(self, name: str) -> Any:
         """Return a handler that answers 503 until the stage has started."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from transom.errors import TransomError
 from transom.gateway.exchange import Exchange
 from transom.gateway.output import ChoiceOutput
 
@@ -19,45 +18,59 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Timeline:
-    """Marks are milliseconds since the request's headers came."""
+    """Marks are milliseconds since the request's headers came. `error` is the code of what ended it early."""
 
     started_s: float = field(default_factory=time.monotonic)
+    created_s: float = field(default_factory=time.time)
     marks_ms: dict[str, float] = field(default_factory=dict)
-    problem: TransomError | None = None
+    status: int = 200
+    error: str = ""
+    ended_ms: float | None = None
 
-    def _now_ms(self) -> float:
+    def now_ms(self) -> float:
+        """Return the time since the start."""
         return (time.monotonic() - self.started_s) * 1000
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """The time of the first output; None before it."""
+        return self.marks_ms.get("ttft")
+
+    @property
+    def total_ms(self) -> float:
+        """The time until the end, or until now."""
+        return self.now_ms() if self.ended_ms is None else self.ended_ms
 
     def mark(self, name: str) -> None:
         """Take the time at which a step was done."""
-        self.marks_ms[name] = self._now_ms()
+        self.marks_ms[name] = self.now_ms()
 
     def first_token(self) -> None:
         """Take the time of the first output, once."""
-        self.marks_ms.setdefault("ttft", self._now_ms())
+        self.marks_ms.setdefault("ttft", self.now_ms())
 
-    def log(
-        self,
-        kind: str,
-        request_id: str,
-        exchange: Exchange,
-        outputs: Sequence[ChoiceOutput],
-        status: int,
-        problem: str,
-    ) -> None:
+    def settle(self, status: int, error: str) -> None:
+        """Take note of what ends the request early; the first one counts."""
+        if not self.error:
+            self.status, self.error = status, error
+
+    def end(self) -> None:
+        """Stop the clock."""
+        if self.ended_ms is None:
+            self.ended_ms = self.now_ms()
+
+    def log(self, kind: str, request_id: str, exchange: Exchange, outputs: Sequence[ChoiceOutput]) -> None:
         """Write the line: key=value pairs, milliseconds, addresses of the workers."""
-        if self.problem is not None:
-            status, problem = self.problem.status, self.problem.code
         stats = next((live.stats for live in exchange.choices if live.stats is not None), None)
         pairs: dict[str, object] = {
-            "status": status,
-            "error": problem,
+            "status": self.status,
+            "error": self.error,
             "finish": ",".join(output.finish_reason or "-" for output in outputs),
             "prompt": stats.prompt_tokens if stats else "",
             "cached": stats.cached_tokens if stats else "",
             "completion": sum(output.completion_tokens for output in outputs),
         }
-        for name, value in (self.marks_ms | {"total": self._now_ms()}).items():
+        for name, value in (self.marks_ms | {"total": self.total_ms}).items():
             pairs[f"{name}_ms"] = round(value, 1)
         if exchange.choices:
             live = exchange.choices[0]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import http.client
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from transom.commands.base import Parser, base_url, examples, make_console
 from transom.errors import ConfigError
+
+_MAX_BYTES = 1024 * 1024
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -31,17 +34,19 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if status == 200 else 1
 
 
-def probe(url: str, path: str, *, timeout_s: float) -> tuple[int, str]:
-    """GET a probe path; return (status, body), or (0, reason) when nothing answers."""
+def probe(
+    url: str, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """GET a small body; return (status, body), or (0, reason) when nothing answers."""
     parts = urlsplit(base_url(url))
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url!r} is not an http URL")
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname, parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", parts.path + path)
+        connection.request("GET", parts.path + path, headers=dict(headers or {}))
         response = connection.getresponse()
-        return response.status, response.read(64 * 1024).decode("utf-8", "replace")
+        return response.status, response.read(_MAX_BYTES).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
         return 0, f"{parts.netloc}: {error}"
     finally:
