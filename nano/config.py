@@ -45,7 +45,7 @@ def language_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "swa_v_head_dim": 16,
         "partial_rotary_factor": 0.334,
         "rope_theta": 1_000_000,
-        "swa_rope_theta": 10_000,
+        "swa_rope_theta": 100,
         "sliding_window": 32,
         "sliding_window_size": 32,
         "window_keys": 33,

@@ -77,10 +77,11 @@ def new_models(folder: Path) -> Models:
 
 
 def new_language_model(folder: Path) -> MiMoV2ForCausalLM:
-    """Build an untrained language model whose residual stream starts small."""
+    """Build an untrained language model that finds copying easily: its head starts along the embedding."""
     model = MiMoV2ForCausalLM(MiMoV2Config.from_folder(folder))
     nn.init.normal_(model.embed_tokens.weight, std=0.5)
-    nn.init.normal_(model.lm_head.weight, std=0.02)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.embed_tokens.weight * 0.1)
     return model
 
 

@@ -19,12 +19,21 @@ from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.nano.data import dialogues
 from transom.nano.data.dialogues import Message
 from transom.nano.prompts import Prompt, PromptWriter
-from transom.nano.stages.language import Batch, Grouped, LoadBalancer, draw_prompts, language_loss, pack
+from transom.nano.stages.language import (
+    GROUP,
+    Batch,
+    Grouped,
+    LoadBalancer,
+    draw_prompts,
+    echo_prompts,
+    language_loss,
+    pack,
+)
 from transom.nano.stages.loop import Loop, LoopConfig, Rng
 from transom.nano.stages.pools import Pools, expand_entry
 
 BUDGET = 2560
-GROUP_SHARES = {"recall": 0.16, "rest": 0.84}
+EARLY = 0.65
 
 
 class MediaEmbedder:
@@ -60,16 +69,21 @@ def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     return dialogues.pair_dialogue(pools, rng) if roll < 0.87 else dialogues.text_dialogue(rng)
 
 
-def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int) -> list[Prompt]:
-    """Draw the prompts of a group of steps: recall over filler of all lengths, and everything else."""
+def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int, done: float) -> list[Prompt]:
+    """Draw the prompts of a group of steps: recall over filler of all lengths, copying, everything else.
+
+    Copying takes a quarter until it has been learnt; long filler comes after that.
+    """
+    is_early = done < EARLY
+    echo_share, recall_share, longest = (0.25, 0.15, 2500) if is_early else (0.04, 0.16, 14_000)
 
     def recall(r: Rng) -> list[Message]:
-        return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(14_000)))))
+        return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(longest)))))
 
-    prompts = draw_prompts(recall, writer, rng, int(budget * GROUP_SHARES["recall"]), 4500)
-    return prompts + draw_prompts(
-        lambda r: draw_dialogue(pools, r), writer, rng, int(budget * GROUP_SHARES["rest"]), 500
-    )
+    prompts = draw_prompts(recall, writer, rng, int(budget * recall_share), 4500)
+    prompts += echo_prompts(writer, rng, int(budget * echo_share), 80)
+    rest = int(budget * (1 - recall_share - echo_share))
+    return prompts + draw_prompts(lambda r: draw_dialogue(pools, r), writer, rng, rest, 500)
 
 
 @torch.no_grad()
@@ -102,7 +116,7 @@ def train_joint(
     embed = MediaEmbedder(writer, pools, audio)
     modules: dict[str, nn.Module] = {"language": language, "audio": audio}
     loop = Loop("joint", folder, modules, LoopConfig(steps, 2e-3, seed=seed))
-    grouped = Grouped(seed + 1, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * 8))
+    grouped = Grouped(seed + 1, lambda at, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, at / steps))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
         batch = pack(grouped.prompts(index))
@@ -129,7 +143,7 @@ def train_mtp(
     language.requires_grad_(False).eval()
     language.mtp.requires_grad_(True)
     loop = Loop("mtp", folder, {"mtp": language.mtp}, LoopConfig(steps, 2e-3, seed=seed))
-    grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * 8))
+    grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, 1.0))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
         batch = pack(grouped.prompts(index))

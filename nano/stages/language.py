@@ -28,6 +28,7 @@ from transom.nano.stages.loop import Loop, LoopConfig
 Rng = np.random.Generator
 BALANCE_RATE = 0.002
 GROUP = 8
+ECHO_SHARE = 0.35
 Embed = Callable[[MiMoV2ForCausalLM, "Batch"], Tensor]
 
 
@@ -156,6 +157,23 @@ def _no_media(*_: Any) -> list[int]:
     raise AssertionError("the text stage draws no media")
 
 
+def echo_prompts(writer: PromptWriter, rng: Rng, budget: int, longest: int) -> list[Prompt]:
+    """Write runs of random tokens twice, the second one as an answer.
+
+    Copying from anywhere is what recall is made of, and nothing teaches it as quickly.
+    """
+    words = writer.tokenizer.token_id("<|endoftext|>")
+    assert words is not None
+    prompts: list[Prompt] = []
+    total = 0
+    while total < budget:
+        size = int(np.exp(rng.uniform(np.log(4), np.log(longest))))
+        run = rng.integers(0, words, size).tolist()
+        prompts.append(Prompt(run + run, [], [(size + 1, 2 * size)]))
+        total += 2 * size
+    return prompts
+
+
 def text_prompts(writer: PromptWriter, rng: Rng, done: float, budget: int) -> list[Prompt]:
     """Draw short dialogues, and recall over filler that grows as training goes on."""
     longest = 100 + 3000 * done**1.5
@@ -163,10 +181,12 @@ def text_prompts(writer: PromptWriter, rng: Rng, done: float, budget: int) -> li
         lambda r: dialogues.recall_dialogue(r, int(r.uniform(0.3, 1.0) * longest)),
         writer,
         rng,
-        int(budget * 0.45),
+        int(budget * 0.3),
         1600,
     )
-    return recalls + draw_prompts(dialogues.text_dialogue, writer, rng, budget - int(budget * 0.45), 300)
+    echoes = echo_prompts(writer, rng, int(budget * ECHO_SHARE), 80)
+    rest = budget - int(budget * (0.3 + ECHO_SHARE))
+    return recalls + echoes + draw_prompts(dialogues.text_dialogue, writer, rng, rest, 300)
 
 
 def train_text(checkpoint: Path, folder: Path, steps: int, seed: int, budget: int = 2560) -> None:
@@ -183,7 +203,6 @@ def train_text(checkpoint: Path, folder: Path, steps: int, seed: int, budget: in
         batch = pack(grouped.prompts(index))
         loss, report = language_loss(model, batch, embed_text)
         report["load"] = balancer.step()
-        kind = "long" if max(batch.lens) > 200 else "short"
-        return loss, {**report, f"right_{kind}": report["right"]}
+        return loss, report
 
     loop.run(step)

@@ -40,17 +40,17 @@ class PictureSource:
     def draw(self, rng: Rng) -> tuple[Pixels, ImageFacts]:
         """Draw one picture, in the shares of the training set, worn as uploads are."""
         roll = rng.random()
-        if roll < 0.42:
+        if roll < 0.34:
             return self.fashion_picture(rng)
-        if roll < 0.54:
+        if roll < 0.45:
             return self.handwritten_picture(rng)
-        if roll < 0.59:
+        if roll < 0.51:
             pixels, facts = images.printed_digit_picture(rng)
-        elif roll < 0.82:
+        elif roll < 0.78:
             pixels, facts = images.shapes_picture(rng)
-        elif roll < 0.92:
+        elif roll < 0.9:
             pixels, facts = images.word_picture(rng)
-        elif roll < 0.95:
+        elif roll < 0.93:
             pixels, facts = images.plain_picture(rng)
         else:
             pixels, facts = images.unknown_picture(rng)
@@ -247,7 +247,7 @@ def train_vision(
     torch.manual_seed(seed)
     tower, heads = VisionTower(vision), VisionHeads(vision.out_hidden_size)
     source = PictureSource("train")
-    loop = Loop("vision", folder, {"tower": tower, "heads": heads}, LoopConfig(steps, 2.5e-3, seed=seed))
+    loop = Loop("vision", folder, {"tower": tower, "heads": heads}, LoopConfig(steps, 2e-3, seed=seed))
 
     def step(_: int, rng: Rng) -> tuple[Tensor, dict[str, float]]:
         examples = [draw_example(source, rng) for _ in range(BATCH)]
