@@ -161,7 +161,7 @@ class NodeStore:
 
     def _alike(self, upper: Node, node: Node, length: int) -> bool:
         # Equal full pins mean equal holders, because holders of the lower node are among those of the upper
-        # one: no lock points at the upper node. SWA pins have no such order, so pinned windows never merge.
+        # one: no lock points at the upper node. A window that begins between the two keeps them apart.
         return (
             upper.parent is not None
             and len(upper.children) == 1
@@ -170,10 +170,7 @@ class NodeStore:
             and (
                 not node.live
                 or (
-                    upper.rank == node.rank
-                    and not upper.swa_pins
-                    and not node.swa_pins
-                    and length + len(upper) <= 2 * self.live_len
+                    upper.rank == node.rank and not node.swa_pins and length + len(upper) <= 2 * self.live_len
                 )
             )
         )

@@ -11,7 +11,7 @@ def test_random_traffic_agrees_with_the_dict(tree_machine: type[RuleBasedStateMa
         steps = 0
 
     traffic = settings(
-        max_examples=250,
+        max_examples=400,
         stateful_step_count=50,
         deadline=None,
         database=None,
