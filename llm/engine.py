@@ -88,6 +88,7 @@ class Engine:
         self._next_deadline_s = float("inf")
         self._computed_tokens = 0
         self._retracted_bytes = 0
+        self._retractions = 0
         self._busy = False
         self._checked = True
         self._thread: threading.Thread | None = None
@@ -149,6 +150,7 @@ class Engine:
             "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
             "computed_tokens": self._computed_tokens,
             "retracted_bytes": self._retracted_bytes,
+            "retractions": self._retractions,
         }
 
     # Commands and deadlines.
@@ -292,6 +294,7 @@ class Engine:
         else:
             request.computed = 0
         request.retractions += 1
+        self._retractions += 1
         logger.debug("retracted %s at %d tokens", request.request_id, request.kv.length)
         self._release(request)
 

@@ -103,6 +103,8 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
 class LlmStage(Stage):
     """A stage around one engine. Subclasses say what messages and events mean."""
 
+    totals = frozenset({"computed_tokens", "retractions"})
+
     def __init__(self, config: LlmConfig) -> None:
         self.config = config
         self.aborted = RecentIds()

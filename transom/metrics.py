@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -75,6 +75,7 @@ def make_registry(collectors: Iterable[Collector]) -> CollectorRegistry:
 
     Nothing is asked for a value yet: a stage that is starting has none.
     """
+    disable_created_metrics()  # a second series for each counter that nothing reads
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     for collector in collectors:
