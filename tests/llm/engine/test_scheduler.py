@@ -184,6 +184,18 @@ def test_a_wait_for_embeddings_blocks_nobody() -> None:
     assert plan.admit == ("text",)
 
 
+def test_what_was_admitted_keeps_a_claim_on_the_rest_of_its_pages() -> None:
+    """Two prompts of 10 pages, 12 free: the second waits although the first has taken only two so far."""
+    line = [view(name, known_len=40, ready_len=8) for name in ("first", "second")]
+    plan = plan_step([], line, FreePages(12, 12), LIMITS, now_s=1.0)
+    assert plan.steps == {"first": 8}
+    assert plan.waiting_reason == "full pool: 10 pages wanted, 2 spare"
+    half = view("first", known_len=40, stored_len=8, ready_len=8, full_pages=2, swa_pages=2)
+    plan = plan_step([half], line[1:], FreePages(10, 10), LIMITS, now_s=1.0)
+    assert plan.steps == {"first": 8}
+    assert plan.waiting_reason == "full pool: 10 pages wanted, 2 spare"
+
+
 def test_priority_goes_before_age() -> None:
     views = [view("old"), view("young", arrived_s=5.0), view("urgent", arrived_s=9.0, priority=1)]
     assert [v.request_id for v in first_come_first_served(views, 10.0)] == ["urgent", "old", "young"]

@@ -34,7 +34,7 @@ from transom.messages import (
 )
 from transom.transport import Transport
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 Reference = Callable[..., list[int]]
 Check = Callable[..., None]
