@@ -4,11 +4,12 @@
 const KEY = "transom-api-key";
 
 export class ApiError extends Error {
-  constructor(message, { status = 0, code = null, param = null } = {}) {
+  constructor(message, { status = 0, code = null, param = null, id = null } = {}) {
     super(message);
     this.status = status;
     this.code = code;
     this.param = param;
+    this.id = id;
   }
 }
 
@@ -43,7 +44,12 @@ async function errorOf(response) {
     // Not JSON: something between us and the gateway has answered.
   }
   const message = detail.message ?? `The server answered ${response.status}.`;
-  return new ApiError(message, { status: response.status, code: detail.code, param: detail.param });
+  return new ApiError(message, {
+    status: response.status,
+    code: detail.code,
+    param: detail.param,
+    id: response.headers.get("X-Request-Id"),
+  });
 }
 
 export async function getJson(path) {

@@ -56,12 +56,14 @@ async function send(text, items) {
     }
     history.push(asked, { role: "assistant", content: answer.text });
   } catch (error) {
-    // What failed is no part of the conversation: it goes back into the message field.
+    if (error.id) {
+      answer.begin(error.id);
+      selectTrace(error.id);
+    }
     if (answer.text) answer.end();
     else answer.node.remove();
-    turn.classList.add("failed");
+    if (history === messages) giveBack(turn, text, items);
     conversation.error(error);
-    if (history === messages && !composer.field.value && !composer.items.length) composer.fill(text, items);
   } finally {
     clearInterval(poll);
     if (running === controller) {
@@ -69,6 +71,16 @@ async function send(text, items) {
       composer.setBusy(false);
     }
     if (answer.id) await settleTrace(answer.id);
+  }
+}
+
+/** Put a message that failed back into its field: it is no part of the conversation. */
+function giveBack(turn, text, items) {
+  if (composer.field.value || composer.items.length) {
+    turn.classList.add("failed");
+  } else {
+    turn.remove();
+    composer.fill(text, items);
   }
 }
 
@@ -155,5 +167,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("visibilitychange", refreshFleet);
+// On a touch screen the focus would bring up a keyboard that nobody has asked for.
+if (matchMedia("(pointer: fine)").matches) composer.field.focus({ preventScroll: true });
 setInterval(refreshFleet, FLEET_EVERY_MS);
 refreshFleet();

@@ -81,6 +81,10 @@ export class Composer {
     this.onStop = onStop;
     this.onRefuse = onRefuse;
     this.listen();
+    // What is scrolled into view must not end up behind the field, which floats above the page's end.
+    new ResizeObserver(() => {
+      document.documentElement.style.scrollPaddingBottom = `${this.form.offsetHeight + 16}px`;
+    }).observe(this.form);
   }
 
   listen() {

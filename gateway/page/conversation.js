@@ -9,6 +9,7 @@ const FINISH = {
 };
 
 function milliseconds(value) {
+  if (value < 10) return `${value.toFixed(1)} ms`;
   if (value < 1000) return `${Math.round(value)} ms`;
   return `${(value / 1000).toFixed(value < 10000 ? 2 : 1)} s`;
 }
@@ -102,7 +103,7 @@ class Answer {
       if (details.cached_tokens) facts.push(`${details.cached_tokens} of them cached`);
     }
     if (this.firstMs !== null) facts.push(`first after ${milliseconds(this.firstMs)}`);
-    facts.push(milliseconds(performance.now() - this.startedMs));
+    facts.push(`${milliseconds(performance.now() - this.startedMs)} in all`);
     if (FINISH[this.finish]) facts.push(FINISH[this.finish]);
     this.facts.textContent = facts.join(" · ");
     this.node.setAttribute("aria-busy", "false");
@@ -153,7 +154,8 @@ export class Conversation {
     }
     if (error.status === 401) node.append(make("p", "hint", "Enter a key under Settings."));
     this.log.append(node);
-    node.scrollIntoView({ block: "nearest" });
+    // After the field has taken its new height.
+    requestAnimationFrame(() => node.scrollIntoView({ block: "nearest" }));
     return node;
   }
 
