@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # A decoder that ends so was ended by its input; others may have been ended from outside.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _START_TIMEOUT_S = 60.0
+_MAX_BACKOFF_S = 5.0
 _LONG_SOUND_BYTES = 4 * 1024 * 1024
 
 
@@ -92,16 +93,16 @@ class DecodePool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._long = asyncio.Semaphore(max(1, workers - 1))
         self._closed = False
+        self._backoff_s = 0.0
         self.crashes = 0
 
     async def start(self) -> None:
         """Start all workers; return when the first is ready. Raise UnavailableError when none gets so."""
-        ready = [asyncio.ensure_future(self._wait()) for _ in range(1)]
         for _ in range(self._count):
             self._spawn()
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                self._free(await ready[0])
+                self._free(await self._wait())
         except TimeoutError:
             raise UnavailableError("no decode worker could be started: see the log") from None
 
@@ -134,10 +135,14 @@ class DecodePool:
                         os.close(fd)
                         wire.send(worker.sock, wire.Ack())
                     if isinstance(reply, (wire.Finished, wire.Failed)):
+                        self._backoff_s = 0.0
                         self._free(worker)
                         return
         except (TimeoutError, OSError):
             pass
+        # Workers that can't even start must not be started in a tight loop.
+        await asyncio.sleep(self._backoff_s)
+        self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s + 0.1)
         await self._replace(worker)
 
     async def _replace(self, worker: _Worker) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from transom.encoder.batcher import Batcher, Lane, Piece
 from transom.encoder.config import EncoderConfig
+from transom.encoder.metrics import EncoderMetrics
 from transom.encoder.models.config import AudioConfig, ProcessorConfig, VisionConfig
 from transom.encoder.models.loader import load_audio, load_vision
 from transom.encoder.preprocess import Grid
@@ -99,8 +99,9 @@ def choose_device(config: EncoderConfig) -> tuple[torch.device, Dtype]:
 class Engine:
     """Batches pieces across items and embeds them in one thread. Methods run on the event loop."""
 
-    def __init__(self, towers: Towers, config: EncoderConfig) -> None:
+    def __init__(self, towers: Towers, config: EncoderConfig, metrics: EncoderMetrics) -> None:
         self._towers = towers
+        self._metrics = metrics
         self._batcher: Batcher[_Work] = Batcher(
             {"vision": config.batch_patches, "audio": config.batch_mel_frames}, config.max_wait_ms / 1000
         )
@@ -109,8 +110,6 @@ class Engine:
         self._loop_task: asyncio.Task[None] | None = None
         self.upstream = 0  # items that may still hand in pieces
         self.batches = 0
-        self.batch_sizes: Counter[int] = Counter()
-        self.recent_ms: deque[float] = deque(maxlen=256)
 
     def start(self) -> None:
         """Begin to run batches."""
@@ -157,7 +156,7 @@ class Engine:
                 continue
             results = await loop.run_in_executor(self._thread, self._forward, batch)
             self.batches += 1
-            self.batch_sizes[len(batch)] += 1
+            self._metrics.batch(batch[0].lane, len(batch), time.monotonic() - now)
             for piece, result in zip(batch, results, strict=True):
                 future = piece.payload.result
                 if future.done():
@@ -171,7 +170,6 @@ class Engine:
 
     def _forward(self, batch: list[Piece[_Work]]) -> list[Rows | Exception]:
         """Embed a batch; when it fails, embed its pieces one by one, so that only the bad one fails."""
-        started = time.monotonic()
         try:
             return list(self._embed(batch))
         except Exception as error:
@@ -180,8 +178,6 @@ class Engine:
                 return [TransomError(f"the encoder failed on this item ({type(error).__name__})")]
             logger.warning("forward of %d pieces failed (%s); trying one by one", len(batch), error)
             return [self._forward([piece])[0] for piece in batch]
-        finally:
-            self.recent_ms.append((time.monotonic() - started) * 1000)
 
     def _embed(self, batch: list[Piece[_Work]]) -> list[Rows]:
         payloads = [piece.payload.payload for piece in batch]

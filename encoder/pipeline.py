@@ -113,6 +113,7 @@ class Pipeline:
             total_max_pixels=cfg.video_total_max_pixels,
             max_aspect_ratio=cfg.max_aspect_ratio,
             max_image_pixels=self.config.max_image_pixels,
+            full_decode_pixels=self.config.full_decode_pixels,
             max_tokens=self.config.max_visual_tokens,
             fps=options.fps or cfg.fps,
             min_frames=min(options.min_frames or cfg.min_frames, max_frames),

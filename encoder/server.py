@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from transom.encoder.engine import Engine, Towers, choose_device
 from transom.encoder.expand import Expander
 from transom.encoder.fetch import Fetcher, FetchLimits
 from transom.encoder.media import wire
+from transom.encoder.metrics import EncoderMetrics
 from transom.encoder.pipeline import Pipeline
 from transom.encoder.preprocess import FramePreprocessor, MelStream
 from transom.encoder.revision import model_revision
@@ -41,10 +42,13 @@ from transom.hub import resolve_model
 from transom.log import request_id_var
 from transom.media_key import content_key
 from transom.messages import Abort, EmbeddingChunk, EncodeDone, EncodeJob, RequestFailed, TensorMeta
+from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MB = 1024 * 1024
 _ABORTS_KEPT = 10_000
@@ -69,6 +73,7 @@ class EncoderStage(Stage):
     """One encoder: one device, one pair of towers, its own decode workers."""
 
     name = "encoder"
+    totals = frozenset({"served", "failed", "cache_hits", "cache_misses", "batches", "decoder_crashes"})
 
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
@@ -79,6 +84,7 @@ class EncoderStage(Stage):
         self._running: dict[str, tuple[Encoding, asyncio.Task[None]]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._cache = EmbeddingCache(config.embedding_cache_mb * _MB)
+        self._metrics = EncoderMetrics()
         self._draining = False
         self._served = self._failed = 0
 
@@ -104,7 +110,7 @@ class EncoderStage(Stage):
         )
         self._dtype = towers.dtype
         self._revision = await asyncio.to_thread(model_revision, Path(folder), config.full_decode_pixels)
-        self._engine = Engine(towers, config)
+        self._engine = Engine(towers, config, self._metrics)
         self._engine.start()
         self._pads = expander.ids.pads
         self._pipeline = Pipeline(
@@ -196,14 +202,7 @@ class EncoderStage(Stage):
 
     async def _encode(self, item: _Item) -> None:
         job = item.job
-        file = await self._obtain(item)
-        try:
-            item.data = None
-            key = await self._key(job, file)
-            encoding, is_hit = self._encoding(key, job, file)
-        finally:
-            # A running encoding holds a descriptor of its own.
-            file.close()
+        encoding, is_hit = await self._find(item)
         reader = encoding.join()
         try:
             index = 0
@@ -213,7 +212,7 @@ class EncoderStage(Stage):
                     item_index=job.item_index,
                     chunk_index=index,
                     last=chunk.last,
-                    content_key=key,
+                    content_key=encoding.key,
                     token_ids=chunk.token_ids,
                     pad_ids=self._pads(job.modality),
                     rows=TensorMeta(self._dtype, chunk.rows.shape),
@@ -225,24 +224,39 @@ class EncoderStage(Stage):
             self._stop_if_abandoned(encoding)
         self._tell_done(item, encoding, is_hit)
 
+    async def _find(self, item: _Item) -> tuple[Encoding, bool]:
+        """Return the encoding of the item's content, and whether it was kept from before."""
+        file = await self._obtain(item)
+        try:
+            key = await self._off_loop(file.size_bytes, self._key, item.job, file)
+            return self._encoding(key, item.job, file)
+        finally:
+            # A running encoding holds a descriptor of its own.
+            file.close()
+
     async def _obtain(self, item: _Item) -> wire.MemoryFile:
         """Return the item's bytes, downloaded if need be."""
         started = time.monotonic()
         item.timings_ms["queue"] = round((started - item.received_s) * 1000, 3)
-        if item.data is not None:
-            return wire.MemoryFile.of(item.data)
-        assert item.job.url is not None
-        data = await self._fetcher.fetch(item.job.url)
-        item.timings_ms["fetch"] = round((time.monotonic() - started) * 1000, 3)
-        item.charged_bytes += len(data)
-        self._bytes += len(data)
-        return wire.MemoryFile.of(data)
+        data: bytearray | memoryview | None = item.data
+        item.data = None
+        if data is None:
+            assert item.job.url is not None
+            data = await self._fetcher.fetch(item.job.url)
+            item.timings_ms["fetch"] = round((time.monotonic() - started) * 1000, 3)
+            item.charged_bytes += len(data)
+            self._bytes += len(data)
+        return await self._off_loop(len(data), wire.MemoryFile.of, data)
 
-    async def _key(self, job: EncodeJob, file: wire.MemoryFile) -> str:
-        def compute() -> str:
-            return content_key(file.view, job.modality, job.options, self._revision, self._dtype)
+    @staticmethod
+    async def _off_loop(size_bytes: int, function: Callable[..., T], *args: Any) -> T:
+        """Call a function whose work grows with a size: small ones here, large ones in a thread."""
+        if size_bytes < _MB:
+            return function(*args)
+        return await asyncio.to_thread(function, *args)
 
-        return compute() if file.size_bytes < _MB else await asyncio.to_thread(compute)
+    def _key(self, job: EncodeJob, file: wire.MemoryFile) -> str:
+        return content_key(file.view, job.modality, job.options, self._revision, self._dtype)
 
     def _encoding(self, key: str, job: EncodeJob, file: wire.MemoryFile) -> tuple[Encoding, bool]:
         """Return the encoding of a key: kept, under way, or begun now."""
@@ -298,6 +312,7 @@ class EncoderStage(Stage):
             notes=encoding.notes,
             timings_ms=timings,
         )
+        self._metrics.served(job.modality, timings, is_hit=is_hit)
         self._transport.send(job.gateway, done)
 
     def _fail(self, item: _Item, error: TransomError) -> None:
@@ -308,6 +323,7 @@ class EncoderStage(Stage):
         self._cancel(item.job.request_id, lambda other: other is not item)
 
     def _tell_failure(self, job: EncodeJob, error: TransomError) -> None:
+        self._metrics.failed(job.modality, error.status)
         info = msgspec.structs.replace(error.info(), param=job.param)
         message = RequestFailed(request_id=job.request_id, error=info, stage=self.name)
         for address in dict.fromkeys((job.gateway, job.reply_to)):
@@ -336,6 +352,10 @@ class EncoderStage(Stage):
             for item in list(items):
                 if address in (item.job.gateway, item.job.reply_to) and item.task is not None:
                     item.task.cancel()
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Return what is counted beside the load."""
+        return self._metrics.collectors()
 
     def load(self) -> dict[str, float]:
         """Return queue lengths, cache figures and counters."""

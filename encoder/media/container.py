@@ -27,6 +27,42 @@ _ATTACHED_PICTURE = 0x0400
 av.logging.set_level(av.logging.PANIC)
 
 
+class MemoryReader(io.RawIOBase):
+    """A seekable file over bytes that are not copied: media can be large and are opened more than once."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say that it can be sought."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move; positions beyond the end read nothing."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Copy what fits from the position on."""
+        part = self._data[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
 @contextmanager
 def open_container(data: memoryview, what: str) -> Iterator[Any]:
     """Open the bytes of a sound or video; raise MediaError when no allowed demuxer knows them."""
@@ -34,7 +70,7 @@ def open_container(data: memoryview, what: str) -> Iterator[Any]:
         raise MediaError(f"{what} is empty (0 bytes)")
     try:
         container = av.open(
-            io.BytesIO(data),
+            MemoryReader(data),
             options={"format_whitelist": DEMUXERS, "protocol_whitelist": "none"},
             metadata_errors="replace",
         )

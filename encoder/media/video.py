@@ -12,6 +12,7 @@ from typing import Any
 
 import av.error
 import numpy as np
+from av.video.reformatter import Interpolation
 from numpy.typing import NDArray
 
 from transom.encoder.media import audio
@@ -148,10 +149,16 @@ def target_size(height: int, width: int, frames: int, job: VideoJob) -> tuple[in
     return target
 
 
-def _decoded(container: Any, stream: Any) -> Iterator[Any]:
-    """Yield frames in presentation order; broken packets are skipped, the rest goes on."""
+def _decoded(container: Any, stream: Any, goals: frozenset[int] | None = None) -> Iterator[Any]:
+    """Yield frames in presentation order; broken packets are skipped, the rest goes on.
+
+    With `goals` (pts), frames that no other frame refers to are only decoded where they are goals.
+    """
+    codec = stream.codec_context
     try:
         for packet in container.demux(stream):
+            if goals is not None:
+                codec.skip_frame = "DEFAULT" if packet.pts in goals or packet.pts is None else "NONREF"
             try:
                 yield from packet.decode()
             except av.error.InvalidDataError:
@@ -181,6 +188,7 @@ def _by_time(
     A frame that the stream lists but does not yield gives way to the next one that exists.
     """
     goals = [index.pts[number] for number in wanted]
+    ends = frozenset(goals)
     keys = np.asarray(index.keyframes)
     jumps = container.format.name.startswith(_INDEXED_FORMATS)
     position = 0
@@ -190,7 +198,7 @@ def _by_time(
         jumped = jumps and start > current
         if jumped:
             container.seek(start, stream=stream, backward=True, any_frame=False)
-        for frame in _decoded(container, stream):
+        for frame in _decoded(container, stream, ends):
             if frame.pts is None:
                 continue
             if jumped and frame.pts > start:
@@ -219,11 +227,21 @@ def _jump_pays(keys: NDArray[np.int64], current: int, goal: int) -> bool:
 
 
 def _to_pixels(frame: Any, height: int, width: int) -> Pixels:
-    """Return the upright RGB pixels of a frame, (height, width, 3)."""
+    """Return the upright RGB pixels of a frame, (height, width, 3); scaled where it has another size."""
     turns = (round(frame.rotation / 90) % 4) if frame.rotation else 0
     stored = (width, height) if turns % 2 == 0 else (height, width)
-    pixels: Pixels = frame.to_ndarray(format="rgb24", width=stored[0], height=stored[1])
+    pixels: Pixels = frame.to_ndarray(
+        format="rgb24", width=stored[0], height=stored[1], interpolation=Interpolation.AREA
+    )
     return np.rot90(pixels, turns) if turns else pixels
+
+
+def _spared(size: tuple[int, int], target: tuple[int, int], job: VideoJob) -> tuple[int, int]:
+    """Return the size to hand over frames in: their own, or a whole fraction of it when they are huge."""
+    spare = min(size[0] // target[0], size[1] // target[1])
+    if size[0] * size[1] <= job.full_decode_pixels or spare < 2:
+        return size
+    return size[0] // spare, size[1] // spare
 
 
 def _upright_size(frame: Any) -> tuple[int, int]:
@@ -297,6 +315,7 @@ def _units(frames: Iterator[Any], plan: SamplePlan, job: VideoJob, sound: _Sound
         if size is None:
             size = _upright_size(frame)
             target = target_size(*size, len(plan.indices), job)
+            size = _spared(size, target, job)
             yield Clip(plan, size[0], size[1], target, sound.present)
         if not pending:
             start_s = plan.timestamps[position]

@@ -55,6 +55,7 @@ class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
     total_max_pixels: int
     max_aspect_ratio: float
     max_image_pixels: int
+    full_decode_pixels: int
     max_tokens: int
     fps: float
     min_frames: int

@@ -35,6 +35,7 @@ VIDEO_JOB = VideoJob(
     total_max_pixels=9216 * 512,
     max_aspect_ratio=200,
     max_image_pixels=100_000_000,
+    full_decode_pixels=16_000_000,
     max_tokens=10**6,
     fps=1.0,
     min_frames=8,

@@ -184,6 +184,14 @@ def test_sound_can_be_left_out(video_job: Job, make_video: Make) -> None:
     assert decoded.sound == []
 
 
+def test_huge_frames_come_reduced(video_job: Job, make_video: Make, frame_number: Number) -> None:
+    data = make_video(20, size=(640, 480))
+    decoded = Decoded(data, video_job(full_decode_pixels=100_000))
+    assert (decoded.clip.height, decoded.clip.width) == (96, 128)
+    assert [frame_number(frame) for frame in decoded.frames] == list(decoded.clip.plan.indices)
+    assert Decoded(data, video_job()).clip.height == 480
+
+
 def test_limits_are_told(video_job: Job, make_video: Make) -> None:
     data = make_video(100)
     with pytest.raises(MediaError, match=r"video of 10\.0 s, limit 5 s"):

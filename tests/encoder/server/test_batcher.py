@@ -146,4 +146,4 @@ class Arrivals(RuleBasedStateMachine):
 
 
 TestArrivals = Arrivals.TestCase
-TestArrivals.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArrivals.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

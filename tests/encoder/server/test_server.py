@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -264,6 +265,18 @@ async def test_health_answers_while_busy(client: Any, make_clip: Make) -> None:
         await client.load()
     await client.wait(*results)
     assert all(result.error is None for result in results)
+
+
+async def test_metrics_count_items_batches_and_failures(client: Any, make_picture: Make) -> None:
+    good, bad = client.send("counted", "image", make_picture(80)), client.send("uncounted", "image", b"bad")
+    await client.wait(good, bad)
+    async with aiohttp.ClientSession() as http, http.get(f"{client.line['http']}/metrics") as response:
+        text = await response.text()
+    assert 'transom_encoder_items_total{modality="image",outcome="encoded"}' in text
+    assert 'transom_encoder_items_total{modality="image",outcome="refused"}' in text
+    assert 'transom_encoder_stage_seconds_count{modality="image",stage="decode"}' in text
+    assert 'transom_encoder_batch_pieces_count{lane="vision"}' in text
+    assert "transom_encoder_batches_total" in text
 
 
 async def test_a_lost_prefill_frees_its_items(

@@ -1,0 +1,67 @@
+"""What an encoder counts about items and batches, for Prometheus.
+
+Encoder process. Every label has a fixed set of values; nothing that a client sends becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Histogram
+
+from transom.messages import Modality
+from transom.metrics import SECONDS_BUCKETS, SIZE_BUCKETS, Collector
+
+# Keys of an item's timings that become series.
+STAGES = ("queue", "fetch", "decode", "preprocess", "encode", "total")
+
+
+class EncoderMetrics:
+    """Made once per encoder; its methods run on the event loop."""
+
+    def __init__(self) -> None:
+        self.items = Counter(
+            "transom_encoder_items", "Items by modality and outcome.", ["modality", "outcome"], registry=None
+        )
+        self.stage_seconds = Histogram(
+            "transom_encoder_stage_seconds",
+            "Time of an item by stage; stages of one item overlap.",
+            ["modality", "stage"],
+            buckets=SECONDS_BUCKETS,
+            registry=None,
+        )
+        self.batch_pieces = Histogram(
+            "transom_encoder_batch_pieces",
+            "Pictures, video units or sound segments in one forward.",
+            ["lane"],
+            buckets=SIZE_BUCKETS,
+            registry=None,
+        )
+        self.forward_seconds = Histogram(
+            "transom_encoder_forward_seconds",
+            "Time of one forward.",
+            ["lane"],
+            buckets=SECONDS_BUCKETS,
+            registry=None,
+        )
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Return all of them."""
+        return (self.items, self.stage_seconds, self.batch_pieces, self.forward_seconds)
+
+    def served(self, modality: Modality, timings_ms: Mapping[str, float], *, is_hit: bool) -> None:
+        """Count an item that was sent whole."""
+        self.items.labels(modality, "hit" if is_hit else "encoded").inc()
+        for stage in STAGES:
+            if stage in timings_ms:
+                self.stage_seconds.labels(modality, stage).observe(timings_ms[stage] / 1000)
+
+    def failed(self, modality: Modality, status: int) -> None:
+        """Count an item that failed: by the client's fault, by overload, or by ours."""
+        outcome = "overloaded" if status == 429 else "refused" if 400 <= status < 500 else "failed"
+        self.items.labels(modality, outcome).inc()
+
+    def batch(self, lane: str, pieces: int, seconds: float) -> None:
+        """Count one forward."""
+        self.batch_pieces.labels(lane).observe(pieces)
+        self.forward_seconds.labels(lane).observe(seconds)
