@@ -50,6 +50,11 @@ class EngineLimits:
     swa_release_interval: int
 
 
+_LONGEST_WAIT_S = (
+    3600.0  # a lock takes no infinite timeout, which is what a request without deadline asks for
+)
+
+
 class Engine:
     """Owns model, pools and requests.
 
@@ -161,7 +166,7 @@ class Engine:
         if self._busy:
             patience = 0.0
         elif self._requests:
-            until_deadline = max(self._next_deadline_s - self._clock(), 0.0)
+            until_deadline = min(max(self._next_deadline_s - self._clock(), 0.0), _LONGEST_WAIT_S)
             patience = until_deadline if patience is None else min(patience, until_deadline)
         try:
             while True:

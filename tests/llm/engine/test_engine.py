@@ -252,3 +252,13 @@ def test_limits_become_typed_errors(model: MiMoV2ForCausalLM, make_harness: Make
     assert harness.errors["late"].code == "deadline_exceeded"
     assert "vocabulary" in harness.errors["foreign"].message
     harness.assert_nothing_left()
+
+
+def test_a_request_without_deadline_may_wait(model: MiMoV2ForCausalLM, make_harness: Make) -> None:
+    harness = make_harness(model)
+    harness.engine.submit(Start(harness.request("a", prompt_ids=[1], deadline_s=float("inf"))))
+    harness.engine.step()
+    harness.engine.step()
+    harness.engine.submit(Drop("a"))
+    assert harness.engine.step(wait_s=None)
+    harness.assert_nothing_left()
