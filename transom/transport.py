@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -69,7 +70,11 @@ class _Peer:
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
         self._socket.connect(address)
-        self._tasks = [asyncio.create_task(self._drain()), asyncio.create_task(self._watch())]
+        # An empty context: a connection outlives the request during which it was made, and must not
+        # log under that request's id.
+        self._tasks = [
+            asyncio.create_task(work, context=contextvars.Context()) for work in (self._drain(), self._watch())
+        ]
 
     def put(self, item: _Outgoing, limit_bytes: int) -> None:
         if self._closed:

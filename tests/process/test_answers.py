@@ -112,7 +112,7 @@ async def test_text_alone_is_answered(client: openai.AsyncOpenAI) -> None:
 
 async def test_a_fact_is_recalled_from_far_beyond_the_window(client: openai.AsyncOpenAI) -> None:
     filler = "The grass is long. The sky is clear. Birds sing in the tree. " * 40
-    question = f"The code of the red door is 4817. {filler}What is the code of the red door?"
+    question = f"The code of Anna is 4817. {filler}What is the code of Anna?"
     assert "4817" in await answer(client, text(question))
 
 
