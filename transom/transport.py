@@ -73,7 +73,8 @@ class _Peer:
         # An empty context: a connection outlives the request during which it was made, and must not
         # log under that request's id.
         self._tasks = [
-            asyncio.create_task(work, context=contextvars.Context()) for work in (self._drain(), self._watch())
+            asyncio.create_task(work, context=contextvars.Context())
+            for work in (self._drain(), self._watch())
         ]
 
     def put(self, item: _Outgoing, limit_bytes: int) -> None:
