@@ -8,6 +8,8 @@ const FINISH = {
   stopped: "stopped",
 };
 
+const NEAR_PX = 200;
+
 function milliseconds(value) {
   if (value < 10) return `${value.toFixed(1)} ms`;
   if (value < 1000) return `${Math.round(value)} ms`;
@@ -85,10 +87,11 @@ class Answer {
     this.follow();
   }
 
-  /** Keep the end in view, unless the person has scrolled away from it. */
+  /** Keep the end above the message field, unless the person has scrolled away from it. */
   follow() {
-    const page = document.scrollingElement;
-    if (page.scrollHeight - page.scrollTop - page.clientHeight < 160) page.scrollTop = page.scrollHeight;
+    const edge = document.getElementById("composer").getBoundingClientRect().top;
+    const hidden = this.foot.getBoundingClientRect().bottom - edge;
+    if (hidden > 0 && hidden < NEAR_PX) window.scrollBy(0, hidden);
   }
 
   end(finish = null) {
@@ -105,7 +108,8 @@ class Answer {
     if (this.firstMs !== null) facts.push(`first after ${milliseconds(this.firstMs)}`);
     facts.push(`${milliseconds(performance.now() - this.startedMs)} in all`);
     if (FINISH[this.finish]) facts.push(FINISH[this.finish]);
-    this.facts.textContent = facts.join(" · ");
+    // A fact is not torn apart at the end of a line.
+    this.facts.textContent = facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · ");
     this.node.setAttribute("aria-busy", "false");
     if (!this.text && !this.thoughts) {
       this.node.classList.add("empty");

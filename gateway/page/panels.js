@@ -44,7 +44,7 @@ function drawSpan(span, totalMs) {
 function drawAxis(totalMs) {
   const axis = make("div", "axis");
   axis.setAttribute("aria-hidden", "true");
-  for (const share of [0, 0.5, 1]) axis.append(make("span", "", milliseconds(share * totalMs)));
+  for (const share of [0, 0.5, 1]) axis.append(make("span", "", share ? milliseconds(share * totalMs) : "0"));
   return axis;
 }
 

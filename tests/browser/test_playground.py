@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import Page
-from tests.gateway.fake_workers import ScriptedFleet
+from tests.browser.chromium import Page, new_page
+from tests.gateway.fake_workers import ScriptedFleet, scripted_fleet
 from transom.errors import MediaError
 from transom.messages import Abort, EncodeJob, PrefillJob
+from transom.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -54,7 +55,7 @@ async def test_the_timeline_stands_beside_the_answer(page: Page, picture: Path) 
     shown = await page.text("#timeline")
     for word in ("Gateway", "Encode", "Prefill", "Decode", "Picture 1", "encoded", "cached", "encoder-0"):
         assert word in shown
-    assert "first after" in await page.text(".answer .foot")
+    assert "first\u00a0after" in await page.text(".answer .foot")
     bars = await page.js("[...document.querySelectorAll('.bar')].map((bar) => bar.offsetWidth)")
     assert len(bars) >= 7
     assert min(bars) >= 2
@@ -116,6 +117,20 @@ async def test_a_file_of_another_kind_is_refused(page: Page, tmp_path: Path) -> 
     assert await page.js("document.querySelector('#attachments').hidden") is True
 
 
+async def test_a_long_answer_is_followed_but_never_pulls_back(page: Page, fleet: ScriptedFleet) -> None:
+    fleet.script.answer = lambda job: "One line of a long answer.\n" * 40
+    foot = "document.querySelector('.answer:last-child .foot').getBoundingClientRect().bottom"
+    edge = "document.querySelector('#composer').getBoundingClientRect().top"
+    await ask(page, "At length")
+    await answered(page)
+    assert await page.js("scrollY") > 0
+    assert await page.js(f"{foot} <= {edge} + 1")
+    await page.js("scrollTo(0, 0)")
+    fleet.prefills[0].load = {"running_requests": 1.0}  # whatever is drawn meanwhile
+    await page.until("document.querySelector('#fleet').innerText.includes('1 running')")
+    assert await page.js("scrollY") == 0
+
+
 async def test_markup_of_the_model_stays_text(page: Page, fleet: ScriptedFleet) -> None:
     hostile = "<img src=x onerror=\"document.title='gone'\"><b>bold</b>"
     fleet.script.answer = lambda job: hostile
@@ -133,6 +148,30 @@ async def test_the_fleet_is_shown_and_followed(page: Page, fleet: ScriptedFleet)
     fleet.encoders[0].ready = False
     await page.until("document.querySelector('#readiness').innerText.includes('no ready encoder')")
     assert "not ready" in await page.text(".worker.lost")
+
+
+async def test_a_key_is_asked_for_and_kept_in_the_tab(
+    chromium: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("open-sesame\n")
+    async with scripted_fleet(tokenizer, api_keys_file=str(keys)) as fleet, new_page(chromium) as page:
+        await page.open(fleet.url)
+        await page.until("document.querySelector('#readiness').innerText.includes('needs an API key')")
+        await page.click("#settings summary")
+        await page.js("document.querySelector('#api-key').focus()")
+        await page.write("open-sesame")
+        await page.press("Enter")
+        await page.until(
+            "document.querySelector('#readiness.ready') && !document.querySelector('#settings').open"
+        )
+        await page.open(fleet.url)
+        await page.until("document.querySelector('#readiness.ready')")
+        await ask(page, "Hello")
+        await answered(page)
+        await page.until("document.querySelector('#timeline .figures')")
+        assert await page.js("localStorage.length") == 0
+        assert page.problems == []
 
 
 async def test_every_control_is_reached_by_tab(page: Page, picture: Path) -> None:

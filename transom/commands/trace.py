@@ -117,4 +117,4 @@ def _bar(span: dict[str, Any], total_ms: float, length: int) -> str:
     """Return dots with the span's share filled in, at least one cell."""
     first = min(length - 1, int(length * span["start_ms"] / total_ms))
     cells = max(1, min(length - first, round(length * span["duration_ms"] / total_ms)))
-    return "." * first + "#" * cells + "." * (length - first - cells)
+    return f"{'.' * first}{'#' * cells}{'.' * (length - first - cells)}"
