@@ -228,6 +228,8 @@ class EncoderStage(Stage):
         """Return the encoding of the item's content, and whether it was kept from before."""
         file = await self._obtain(item)
         try:
+            if not file.size_bytes:
+                raise MediaError(f"{item.job.modality} is empty (0 bytes)")
             key = await self._off_loop(file.size_bytes, self._key, item.job, file)
             return self._encoding(key, item.job, file)
         finally:
@@ -365,6 +367,7 @@ class EncoderStage(Stage):
             "served": self._served,
             "failed": self._failed,
             "cache_bytes": self._cache.size_bytes,
+            "cache_entries": len(self._cache),
             "cache_hits": self._cache.hits,
             "cache_misses": self._cache.misses,
         }

@@ -80,7 +80,6 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
     height: int
     width: int
     target: tuple[int, int]
-    notes: tuple[str, ...] = ()
 
 
 class ClipHead(msgspec.Struct, frozen=True, kw_only=True, tag="clip"):
