@@ -154,6 +154,7 @@ field("new-chat").addEventListener("click", newChat);
 field("settings-form").addEventListener("submit", (event) => {
   event.preventDefault();
   field("settings").open = false;
+  composer.field.focus();
 });
 field("api-key").value = apiKey();
 field("api-key").addEventListener("change", () => {

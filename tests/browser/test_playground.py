@@ -162,9 +162,8 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(
         await page.js("document.querySelector('#api-key').focus()")
         await page.write("open-sesame")
         await page.press("Enter")
-        await page.until(
-            "document.querySelector('#readiness.ready') && !document.querySelector('#settings').open"
-        )
+        await page.until("!document.querySelector('#settings').open")
+        await page.until("document.querySelector('#readiness.ready')")
         await page.open(fleet.url)
         await page.until("document.querySelector('#readiness.ready')")
         await ask(page, "Hello")
