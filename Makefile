@@ -33,7 +33,7 @@ $(CORE): pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(DEV): pyproject.toml $(CORE) | $(BIN)/python
-	$(BIN)/pip install --disable-pip-version-check -e ".[dev,video]" "$(TORCH)"
+	$(BIN)/pip install --disable-pip-version-check -e ".[dev]" "$(TORCH)"
 	@touch $@
 
 up: $(CORE)
