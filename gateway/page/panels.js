@@ -48,12 +48,12 @@ function drawAxis(totalMs) {
   return axis;
 }
 
-function drawMedia(items) {
+function drawMedia(items, open) {
   const list = make("ul", "media-facts");
   for (const item of items) {
     const row = make("li");
     const name = `${MODALITIES[item.modality] ?? "Item"} ${item.item + 1}`;
-    const state = item.cache_hit === null ? "in work" : item.cache_hit ? "cache hit" : "encoded";
+    const state = item.cache_hit === null ? open : item.cache_hit ? "cache hit" : "encoded";
     row.append(make("span", "media-name", name), make("span", `tag${item.cache_hit ? " hit" : ""}`, state));
     if (item.tokens !== null) row.append(make("span", "media-more", `${count(item.tokens)} tokens, ${item.worker}`));
     for (const note of item.notes) row.append(make("span", "media-note", note));
@@ -65,11 +65,13 @@ function drawMedia(items) {
 /** Draw the trace of a request. */
 export function drawTimeline(trace) {
   const totalMs = Math.max(trace.duration_ms, 0.001);
+  const running = trace.state === "running";
+  const unfinished = running ? "in work" : "not finished";
   const nodes = [];
   const figures = make("dl", "figures");
   figures.append(
-    pair(trace.state === "running" ? "so far" : "in all", milliseconds(trace.duration_ms)),
-    pair("first token", trace.ttft_ms === null ? "none yet" : milliseconds(trace.ttft_ms)),
+    pair(running ? "so far" : "in all", milliseconds(trace.duration_ms)),
+    pair("first token", trace.ttft_ms === null ? "none" : milliseconds(trace.ttft_ms)),
     pair("prompt", `${count(trace.usage.prompt_tokens)}`),
     pair("cached", `${count(trace.usage.prompt_tokens_details.cached_tokens)}`),
     pair("output", `${count(trace.usage.completion_tokens)}`),
@@ -85,7 +87,7 @@ export function drawTimeline(trace) {
     nodes.push(heading, list);
   }
   nodes.push(drawAxis(totalMs));
-  if (trace.media.length) nodes.push(make("h3", "stage-title", "Media"), drawMedia(trace.media));
+  if (trace.media.length) nodes.push(make("h3", "stage-title", "Media"), drawMedia(trace.media, unfinished));
   const id = make("p", "trace-id");
   id.append(make("code", "", trace.id));
   nodes.push(id);

@@ -101,7 +101,8 @@ def draw(trace: dict[str, Any], console: Console) -> None:
         line.append(f"  {_ms(span['duration_ms'])}")
         console.print(line)
     for item in trace["media"]:
-        state = {None: "in work", True: "cache hit", False: "encoded"}[item["cache_hit"]]
+        open_state = "in work" if trace["state"] == "running" else "not finished"
+        state = {None: open_state, True: "cache hit", False: "encoded"}[item["cache_hit"]]
         notes = "".join(f"; {_clean(note)}" for note in item["notes"])
         tokens = "" if item["tokens"] is None else f", {item['tokens']} tokens"
         kind = _clean(item["modality"] or "media")
