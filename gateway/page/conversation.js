@@ -8,7 +8,7 @@ const FINISH = {
   stopped: "stopped",
 };
 
-const NEAR_PX = 200;
+const NEAR_PX = 48;
 
 function milliseconds(value) {
   if (value < 10) return `${value.toFixed(1)} ms`;
@@ -69,8 +69,7 @@ class Answer {
   say(piece) {
     this.started();
     this.text += piece;
-    this.words.appendData(piece);
-    this.follow();
+    this.follow(() => this.words.appendData(piece));
   }
 
   think(piece) {
@@ -83,15 +82,21 @@ class Answer {
       box.append(make("summary", "", "Thinking"), body);
       this.node.prepend(box);
     }
-    this.thoughts.appendData(piece);
-    this.follow();
+    this.follow(() => this.thoughts.appendData(piece));
   }
 
-  /** Keep the end above the message field, unless the person has scrolled away from it. */
-  follow() {
+  /** Return how far the end is behind the message field, in pixels. */
+  hiddenPx() {
     const edge = document.getElementById("composer").getBoundingClientRect().top;
-    const hidden = this.foot.getBoundingClientRect().bottom - edge;
-    if (hidden > 0 && hidden < NEAR_PX) window.scrollBy(0, hidden);
+    return this.foot.getBoundingClientRect().bottom - edge;
+  }
+
+  /** Change the answer; keep its end in view, unless the person had scrolled away from it. */
+  follow(change) {
+    const wasNear = this.hiddenPx() < NEAR_PX;
+    change();
+    const hidden = this.hiddenPx();
+    if (wasNear && hidden > 0) window.scrollBy(0, hidden);
   }
 
   end(finish = null) {
@@ -109,13 +114,15 @@ class Answer {
     facts.push(`${milliseconds(performance.now() - this.startedMs)} in all`);
     if (FINISH[this.finish]) facts.push(FINISH[this.finish]);
     // A fact is not torn apart at the end of a line.
-    this.facts.textContent = facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · ");
+    const shown = facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · ");
+    this.follow(() => {
+      this.facts.textContent = shown;
+    });
     this.node.setAttribute("aria-busy", "false");
     if (!this.text && !this.thoughts) {
       this.node.classList.add("empty");
       this.words.data = finish === "stopped" ? "Stopped before the first word." : "The model said nothing.";
     }
-    this.follow();
   }
 }
 
