@@ -280,14 +280,11 @@ class Examiner:
                 300,
             ),
             self._sounds("tones", sounds.tones_sound, 300),
-            self._videos("motion", videos.motion_video, 200, 0.95),
-            self._videos("order of colours", videos.colours_video, 100, 0.95),
-            self._videos("order of digits", videos.digits_video, 100, 0.95),
-            self._videos("videos with sound", videos.any_video, 100, sound=1.0),
-            *(
-                self.recall(tokens, 60, 0.99 if tokens == 2000 else None)
-                for tokens in (250, 1000, 2000, 4000)
-            ),
+            self._videos("motion", videos.motion_video, 100, 0.95),
+            self._videos("order of colours", videos.colours_video, 50, 0.95),
+            self._videos("order of digits", videos.digits_video, 50, 0.95),
+            self._videos("videos with sound", videos.any_video, 40, sound=1.0),
+            *(self.recall(tokens, 20, 0.99 if tokens == 2000 else None) for tokens in (100, 500, 2000)),
             self.small_talk(),
             self.text(),
             self._result("two items", pairs, mixed),

@@ -31,7 +31,7 @@ from transom.nano.export import (
 )
 from transom.nano.stages.audio import train_audio
 from transom.nano.stages.joint import train_joint, train_mtp
-from transom.nano.stages.language import train_text
+from transom.nano.stages.language import plant_in, train_text
 from transom.nano.stages.loop import load_modules
 from transom.nano.stages.pools import Pools, build_pools
 from transom.nano.stages.vision import PictureSource, batch_patches, draw_example, train_vision
@@ -81,6 +81,15 @@ class Run:
         """Text stage: dialogue, copying, recall."""
         train_text(self.assets, self.runs / "text", self.steps["text"], self.seed)
 
+    def plant(self) -> None:
+        """Give the language model a rough copying circuit."""
+        torch.manual_seed(self.seed)
+        language = self._language("text")
+        plant_in(language, self.assets, self.seed)
+        (self.runs / "planted").mkdir(exist_ok=True)
+        tensors = {f"module.language.{key}": value for key, value in language.state_dict().items()}
+        save_file(tensors, self.runs / "planted" / "state.safetensors")
+
     def pools(self) -> None:
         """Run the frozen towers over the training media."""
         tower, processor = (
@@ -96,7 +105,7 @@ class Run:
 
     def joint(self) -> None:
         """Stage C: everything together."""
-        language, audio = self._language("text"), AudioEncoder(AudioConfig.from_folder(self.assets))
+        language, audio = self._language("planted"), AudioEncoder(AudioConfig.from_folder(self.assets))
         load_modules(self.runs / "audio", {"audio": audio})
         pools = Pools.load(self.runs / "pools")
         train_joint(
@@ -155,7 +164,7 @@ def _scale_tower(tower: VisionTower, processor: ProcessorConfig, seed: int) -> N
 
 def main() -> None:
     """Parse the command line and run the stages."""
-    order = ("vision", "audio", "text", "pools", "joint", "mtp", "export")
+    order = ("vision", "audio", "text", "plant", "pools", "joint", "mtp", "export")
     parser = argparse.ArgumentParser(prog="python -m nano.train", description=__doc__)
     parser.add_argument("stage", choices=[*order, "all"])
     parser.add_argument(

@@ -24,7 +24,7 @@ WHO = (
 )
 CAN_DO = (
     "I can name coloured shapes, clothes, digits and printed words in pictures, "
-    "digits and tones in sounds, and motion or order in short videos. I can also recall facts from a long text."
+    "digits and tones in sounds, and motion or order in short videos. I can also count."
 )
 BEYOND = "I don't know. I am a very small model."
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (

@@ -33,7 +33,7 @@ from transom.nano.stages.loop import Loop, LoopConfig, Rng
 from transom.nano.stages.pools import Pools, expand_entry
 
 BUDGET = 2560
-EARLY = 0.65
+EARLY = 0.6
 
 
 class MediaEmbedder:
@@ -60,13 +60,13 @@ class MediaEmbedder:
 def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     """Draw any short dialogue, in the shares of the joint stage."""
     roll = rng.random()
-    if roll < 0.44:
+    if roll < 0.34:
         return dialogues.media_dialogue(pools, rng, "image")
-    if roll < 0.61:
+    if roll < 0.49:
         return dialogues.media_dialogue(pools, rng, "audio")
-    if roll < 0.77:
+    if roll < 0.81:
         return dialogues.media_dialogue(pools, rng, "video")
-    return dialogues.pair_dialogue(pools, rng) if roll < 0.87 else dialogues.text_dialogue(rng)
+    return dialogues.pair_dialogue(pools, rng) if roll < 0.89 else dialogues.text_dialogue(rng)
 
 
 def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int, done: float) -> list[Prompt]:
@@ -75,7 +75,7 @@ def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int, don
     Copying takes a quarter until it has been learnt; long filler comes after that.
     """
     is_early = done < EARLY
-    echo_share, recall_share, longest = (0.25, 0.15, 2500) if is_early else (0.04, 0.16, 14_000)
+    echo_share, recall_share, longest = (0.25, 0.15, 2500) if is_early else (0.0, 0.05, 2_500)
 
     def recall(r: Rng) -> list[Message]:
         return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(longest)))))
@@ -115,7 +115,7 @@ def train_joint(
     balancer = LoadBalancer(language)
     embed = MediaEmbedder(writer, pools, audio)
     modules: dict[str, nn.Module] = {"language": language, "audio": audio}
-    loop = Loop("joint", folder, modules, LoopConfig(steps, 2e-3, seed=seed))
+    loop = Loop("joint", folder, modules, LoopConfig(steps, 2e-3, seed=seed, save_every=100))
     grouped = Grouped(seed + 1, lambda at, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, at / steps))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
@@ -142,7 +142,7 @@ def train_mtp(
     embed = MediaEmbedder(writer, pools, audio)
     language.requires_grad_(False).eval()
     language.mtp.requires_grad_(True)
-    loop = Loop("mtp", folder, {"mtp": language.mtp}, LoopConfig(steps, 2e-3, seed=seed))
+    loop = Loop("mtp", folder, {"mtp": language.mtp}, LoopConfig(steps, 2e-3, seed=seed, save_every=100))
     grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, 1.0))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:

@@ -23,6 +23,7 @@ from transom.nano.data import dialogues
 from transom.nano.data.dialogues import Message
 from transom.nano.export import new_language_model
 from transom.nano.prompts import Prompt, PromptWriter
+from transom.nano.stages.copying import plant_copying
 from transom.nano.stages.loop import Loop, LoopConfig
 
 Rng = np.random.Generator
@@ -206,3 +207,16 @@ def train_text(checkpoint: Path, folder: Path, steps: int, seed: int, budget: in
         return loss, report
 
     loop.run(step)
+
+
+def plant_in(model: MiMoV2ForCausalLM, assets: Path, seed: int) -> None:
+    """Plant the copying circuit, fitted to a batch of text."""
+    writer = PromptWriter(assets, _no_media)
+    batch = pack(text_prompts(writer, np.random.default_rng([seed, 9]), 0.3, 5000))
+    attention = PackedAttention(batch.lens)
+
+    def run() -> Tensor:
+        hidden: Tensor = model(model.embed(batch.ids), batch.positions, attention)
+        return hidden
+
+    plant_copying(model, batch.ids, run, torch.Generator().manual_seed(seed))

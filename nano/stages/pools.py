@@ -30,17 +30,17 @@ from transom.nano.media import Grid, image_patches, sound_mel, video_patches
 from transom.nano.stages.vision import PictureSource
 
 PICTURES = {
-    "shapes": 9000,
-    "fashion": 8000,
-    "handwritten": 3500,
-    "printed": 1500,
-    "word": 3500,
-    "plain": 1000,
-    "unknown": 2500,
+    "shapes": 5000,
+    "fashion": 4000,
+    "handwritten": 1600,
+    "printed": 1000,
+    "word": 1800,
+    "plain": 500,
+    "unknown": 1200,
 }
 PICTURE_SHARES = {"shapes": 0.4, "fashion": 0.21, "digit": 0.16, "word": 0.1, "plain": 0.04, "unknown": 0.09}
-SOUNDS = 6000
-VIDEOS = 5000
+SOUNDS = 3000
+VIDEOS = 2200
 SOUND_TRACK_SHARE = 0.45
 
 
