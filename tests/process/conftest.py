@@ -111,7 +111,8 @@ class Pipeline:
         end = time.monotonic() + limit_s
         while True:
             left = [f"process {pid}: {_read_proc(pid, 'cmdline')!r}" for pid in self.pids()]
-            left += [f"/dev/shm/{name}" for name in _shm_entries() if name not in self._shm_before]
+            new = [name for name in _shm_entries() if name not in self._shm_before]
+            left += [f"/dev/shm/{name}" for name in new if not _mapped_by_someone(name)]
             if not left or time.monotonic() > end:
                 break
             time.sleep(0.05)
@@ -125,6 +126,12 @@ def _shm_entries() -> list[str]:
     """Return the shared-memory entries that may be ours; other programs on the machine have theirs."""
     names = [entry.name for entry in Path("/dev/shm").iterdir()]
     return [name for name in names if name.startswith(("transom", "psm_"))]
+
+
+def _mapped_by_someone(name: str) -> bool:
+    """Tell whether a living process maps an entry: then it is not what our processes left behind."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return any(f"/dev/shm/{name}" in _read_proc(pid, "maps") for pid in pids)
 
 
 def _marked(mark: str) -> list[int]:
