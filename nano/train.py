@@ -37,7 +37,7 @@ from transom.nano.stages.pools import Pools, build_pools
 from transom.nano.stages.vision import PictureSource, batch_patches, draw_example, train_vision
 
 RUNS = Path(__file__).parent / "runs"
-STEPS = {"vision": 3000, "audio": 900, "text": 1000, "joint": 1900, "mtp": 400}
+STEPS = {"vision": 5600, "audio": 900, "text": 1000, "joint": 2000, "mtp": 250}
 
 
 @dataclass(frozen=True)

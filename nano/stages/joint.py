@@ -60,11 +60,11 @@ class MediaEmbedder:
 def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     """Draw any short dialogue, in the shares of the joint stage."""
     roll = rng.random()
-    if roll < 0.34:
+    if roll < 0.28:
         return dialogues.media_dialogue(pools, rng, "image")
-    if roll < 0.49:
+    if roll < 0.41:
         return dialogues.media_dialogue(pools, rng, "audio")
-    if roll < 0.81:
+    if roll < 0.82:
         return dialogues.media_dialogue(pools, rng, "video")
     return dialogues.pair_dialogue(pools, rng) if roll < 0.89 else dialogues.text_dialogue(rng)
 
@@ -75,7 +75,7 @@ def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int, don
     Copying takes a quarter until it has been learnt; long filler comes after that.
     """
     is_early = done < EARLY
-    echo_share, recall_share, longest = (0.25, 0.15, 2500) if is_early else (0.0, 0.05, 2_500)
+    echo_share, recall_share, longest = (0.25, 0.15, 2500) if is_early else (0.0, 0.08, 4_000)
 
     def recall(r: Rng) -> list[Message]:
         return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(longest)))))
