@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 import transom
 from transom.commands.base import Parser, examples, make_console
 from transom.commands.stages import STAGES
@@ -277,8 +279,9 @@ class Up:
 
     def _log_line(self, name: str, line: str) -> None:
         with contextlib.suppress(OSError):
-            self._log.print(f"{name:{self._width}} | ", style=self._colour.get(name), end="")
-            self._log.print(line)
+            # In one piece: the spinner would wipe out a line that is not complete.
+            prefix = (f"{name:{self._width}} | ", self._colour.get(name, ""))
+            self._log.print(Text.assemble(prefix, line))
 
 
 def local_url(http: str) -> str:
