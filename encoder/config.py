@@ -48,4 +48,13 @@ class EncoderConfig(StageConfig):
     )
     allow_private_addresses: bool = setting(False, "also fetch from loopback, private and reserved addresses")
 
-    embedding_cache_mb: int = setting(256, "embeddings kept in memory; 0: none", ge=0, le=1_048_576)
+    embedding_cache_mb: int = setting(
+        256, "embeddings in shared memory, for all encoders of the machine together; 0: none",
+        ge=0, le=1_048_576,
+    )  # fmt: skip
+    embedding_cache_keep: bool = setting(
+        False, "leave the embeddings there when the last encoder stops, for the next start"
+    )
+    embedding_cache_scope: str = setting(
+        "", "encoders of one user, checkpoint and dtype share embeddings if this is equal too", metavar="NAME"
+    )

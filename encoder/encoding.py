@@ -1,13 +1,12 @@
 """An item's embeddings while they are made and after: chunks that any number of requests can follow.
 
-Encoder process, event loop. One encoding serves all requests for equal content (single flight), and is
-what the in-process cache keeps. Knows nothing of sockets or models.
+Encoder process, event loop. One encoding serves all requests for equal content that meet in the process
+(single flight). Knows nothing of sockets, models or caches.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +61,7 @@ class Encoding:
     done: bool = False
     error: TransomError | None = None
     notes: tuple[str, ...] = ()
+    cache_hit: bool = False
     timings_ms: dict[str, float] = field(default_factory=dict)
     media_tokens: int = 0
     audio_tokens: int = 0
@@ -151,48 +151,3 @@ class Encoding:
         while self._forgotten < delivered:
             self.chunks[self._forgotten] = None
             self._forgotten += 1
-
-
-class EmbeddingCache:
-    """Finished encodings by content key, least recently used first out. Capacity in bytes; 0 keeps none."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.size_bytes = 0
-        self.hits = 0
-        self.misses = 0
-        self._entries: OrderedDict[str, Encoding] = OrderedDict()
-
-    def get(self, key: str) -> Encoding | None:
-        """Return the encoding of a key and mark it as used."""
-        found = self._entries.get(key)
-        if found is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._entries.move_to_end(key)
-        return found
-
-    def put(self, encoding: Encoding) -> None:
-        """Keep a complete encoding if it fits; drop the least recently used for it."""
-        if not encoding.complete or encoding.size_bytes > self.capacity_bytes or not self.capacity_bytes:
-            return
-        self._drop(encoding.key)
-        self._entries[encoding.key] = encoding
-        self.size_bytes += encoding.size_bytes
-        while self.size_bytes > self.capacity_bytes:
-            self._drop(next(iter(self._entries)))
-
-    def _drop(self, key: str) -> None:
-        found = self._entries.pop(key, None)
-        if found is not None:
-            self.size_bytes -= found.size_bytes
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def check_integrity(self) -> None:
-        """Assert that the books agree with the entries."""
-        total = sum(entry.size_bytes for entry in self._entries.values())
-        assert total == self.size_bytes, (total, self.size_bytes)
-        assert total <= self.capacity_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import OrderedDict, defaultdict
@@ -21,10 +22,11 @@ import torch
 
 from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
-from transom.encoder.encoding import EmbeddingCache, Encoding
+from transom.encoder.encoding import Encoding
 from transom.encoder.engine import Engine, Towers, choose_device
 from transom.encoder.expand import Expander
 from transom.encoder.fetch import Fetcher, FetchLimits
+from transom.encoder.kept import KeptEncodings
 from transom.encoder.media import wire
 from transom.encoder.metrics import EncoderMetrics
 from transom.encoder.pipeline import Pipeline
@@ -73,7 +75,9 @@ class EncoderStage(Stage):
     """One encoder: one device, one pair of towers, its own decode workers."""
 
     name = "encoder"
-    totals = frozenset({"served", "failed", "cache_hits", "cache_misses", "batches", "decoder_crashes"})
+    totals = frozenset(
+        {"served", "failed", "cache_hits", "cache_misses", "cache_evictions", "batches", "decoder_crashes"}
+    )
 
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
@@ -83,10 +87,10 @@ class EncoderStage(Stage):
         self._aborted: OrderedDict[str, float] = OrderedDict()
         self._running: dict[str, tuple[Encoding, asyncio.Task[None]]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._cache = EmbeddingCache(config.embedding_cache_mb * _MB)
+        self._kept = KeptEncodings()
         self._metrics = EncoderMetrics()
         self._draining = False
-        self._served = self._failed = 0
+        self._served = self._failed = self._hits = self._misses = 0
 
     async def start(self, transport: Transport) -> None:
         """Start the decode workers and load the towers, side by side."""
@@ -110,6 +114,11 @@ class EncoderStage(Stage):
         )
         self._dtype = towers.dtype
         self._revision = await asyncio.to_thread(model_revision, Path(folder), config.full_decode_pixels)
+        await self._kept.open(
+            f"{config.embedding_cache_scope}/{folder.name}/{self._revision}/{self._dtype}",
+            config.embedding_cache_mb * _MB,
+            keep=config.embedding_cache_keep,
+        )
         self._engine = Engine(towers, config, self._metrics)
         self._engine.start()
         self._pads = expander.ids.pads
@@ -202,7 +211,7 @@ class EncoderStage(Stage):
 
     async def _encode(self, item: _Item) -> None:
         job = item.job
-        encoding, is_hit = await self._find(item)
+        encoding, was_complete = await self._find(item)
         reader = encoding.join()
         try:
             index = 0
@@ -222,10 +231,10 @@ class EncoderStage(Stage):
         finally:
             encoding.leave(reader)
             self._stop_if_abandoned(encoding)
-        self._tell_done(item, encoding, is_hit)
+        self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
     async def _find(self, item: _Item) -> tuple[Encoding, bool]:
-        """Return the encoding of the item's content, and whether it was kept from before."""
+        """Return the encoding of the item's content, and whether it was complete already."""
         file = await self._obtain(item)
         try:
             if not file.size_bytes:
@@ -261,15 +270,12 @@ class EncoderStage(Stage):
         return content_key(file.view, job.modality, job.options, self._revision, self._dtype)
 
     def _encoding(self, key: str, job: EncodeJob, file: wire.MemoryFile) -> tuple[Encoding, bool]:
-        """Return the encoding of a key: kept, under way, or begun now."""
-        kept = self._cache.get(key)
-        if kept is not None:
-            return kept, True
+        """Return the encoding of a key, under way or begun now, and whether it is complete."""
         running = self._running.get(key)
         if running is not None and running[0].joinable:
-            return running[0], False
+            return running[0], running[0].complete
         encoding = Encoding(
-            key, job.modality, keep_bytes=self._cache.capacity_bytes // 2, window_bytes=_AHEAD_BYTES
+            key, job.modality, keep_bytes=self._kept.capacity_bytes // 2, window_bytes=_AHEAD_BYTES
         )
         task = self._spawn(self._produce(encoding, file.duplicate(), job))
         self._running[key] = (encoding, task)
@@ -277,8 +283,8 @@ class EncoderStage(Stage):
 
     async def _produce(self, encoding: Encoding, file: wire.MemoryFile, job: EncodeJob) -> None:
         try:
-            await self._pipeline.run(encoding, file, job.options)
-            self._cache.put(encoding)
+            run = functools.partial(self._pipeline.run, encoding, file, job.options)
+            await self._kept.fill(encoding, self._dtype, run)
         except asyncio.CancelledError:
             encoding.fail(CancelledRequestError("nobody waits for this item any more"))
             raise
@@ -299,8 +305,10 @@ class EncoderStage(Stage):
             current[1].cancel()
             del self._running[encoding.key]
 
-    def _tell_done(self, item: _Item, encoding: Encoding, is_hit: bool) -> None:
+    def _tell_done(self, item: _Item, encoding: Encoding, *, is_hit: bool) -> None:
         job = item.job
+        self._hits += is_hit
+        self._misses += not is_hit
         timings = item.timings_ms | ({} if is_hit else encoding.timings_ms)
         timings["total"] = round((time.monotonic() - item.received_s) * 1000, 3)
         done = EncodeDone(
@@ -361,15 +369,13 @@ class EncoderStage(Stage):
 
     def load(self) -> dict[str, float]:
         """Return queue lengths, cache figures and counters."""
-        load: dict[str, float] = {
+        load: dict[str, float] = self._kept.load() | {
             "items": self._count,
             "media_bytes": self._bytes,
             "served": self._served,
             "failed": self._failed,
-            "cache_bytes": self._cache.size_bytes,
-            "cache_entries": len(self._cache),
-            "cache_hits": self._cache.hits,
-            "cache_misses": self._cache.misses,
+            "cache_hits": self._hits,
+            "cache_misses": self._misses,
         }
         if hasattr(self, "_engine"):
             queued = self._engine.queued()
@@ -395,6 +401,7 @@ class EncoderStage(Stage):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._kept.close()
         for part in ("_pipeline", "_engine", "_pool", "_fetcher"):
             if hasattr(self, part):
                 await getattr(self, part).close()

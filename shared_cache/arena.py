@@ -6,6 +6,7 @@ comes after a holder that was killed rebuilds the books. Knows nothing of what e
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import logging
@@ -153,20 +154,38 @@ class Arena:
             self.close()
 
     def close(self) -> None:
-        """Give the process slot back and unmap, once no lease is left. Idempotent."""
-        self.closing = True
+        """Give the process slot back and unmap, once no lease is left or at exit. Idempotent."""
         if self.closed:
             return
         with self.section as ledger:
+            self._unlink_if_last()
             if ledger.tables.leases[ledger.me].any():
+                if not self.closing:
+                    atexit.register(self._leave)
+                self.closing = True
                 return
+            self.closing = True
             ledger.reap(ledger.me)
             self.closed = True
-            last = not self.locks.held_elsewhere(FIRST_PROCESS_BYTE, PROCESSES)
-            if last and not self.keep and _still_at(self.path, self._fd):
-                self.path.unlink()
         del ledger  # its views of the mapping
+        atexit.unregister(self._leave)
         self.unmap()
+
+    def _unlink_if_last(self) -> None:
+        """Take the name from an arena that nobody else has open (section held); the pages live on."""
+        last = not self.locks.held_elsewhere(FIRST_PROCESS_BYTE, PROCESSES)
+        if last and not self.keep and _still_at(self.path, self._fd):
+            self.path.unlink()
+
+    def _leave(self) -> None:
+        """At exit, with views left that nobody will end: make way for another process to be the last."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        with contextlib.suppress(ArenaError), self.section as ledger:
+            self._unlink_if_last()
+            self.closed = True
+            # The others end our leases, as if we had been killed.
+            self.locks.unlock(FIRST_PROCESS_BYTE + ledger.me)
 
     def unmap(self) -> None:
         """Drop the mapping and the locks."""

@@ -40,12 +40,16 @@ class Pipeline:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **(env or {}), "PIPELINE_MARK": self.mark},
+            env={**os.environ, **(env or {}), **self._marks()},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self._wait_ready() if wait else ""
+
+    def _marks(self) -> dict[str, str]:
+        """A scope of its own, so that no other pipeline's embeddings are found in the cache."""
+        return {"PIPELINE_MARK": self.mark, "TRANSOM_ENCODER_EMBEDDING_CACHE_SCOPE": self.mark}
 
     def _read(self) -> None:
         assert self.process.stdout is not None

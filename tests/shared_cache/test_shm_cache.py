@@ -298,6 +298,59 @@ def test_last_process_removes_an_arena_that_is_not_kept(attach: Opener, tmp_path
     assert not (tmp_path / "arena").exists()
 
 
+def test_arena_goes_though_a_closed_process_still_reads_it(attach: Opener, tmp_path: Path) -> None:
+    one, two = attach(keep=False), attach(keep=False)
+    put(one, key_of(0))
+    lease = one.get(key_of(0))
+    assert lease is not None
+    two.close()
+    one.close()
+    assert not (tmp_path / "arena").exists()
+    new = attach()
+    assert new.get(key_of(0)) is None
+    check(lease, key_of(0))
+    lease.release()
+    assert (tmp_path / "arena").exists()
+
+
+def test_processes_that_exit_with_leases_leave_nothing(tmp_path: Path) -> None:
+    """Both close while they lease an entry and never let go of it: the last to exit takes the arena along."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tests.shared_cache.content import key_of, put\n"
+        "from transom.shared_cache.embedding_cache import ShmEmbeddingCache\n"
+        "cache = ShmEmbeddingCache(Path(sys.argv[1]), 1 << 20, keep=False)\n"
+        "put(cache, key_of(0))\n"
+        "sys.held = cache.get(key_of(0))\n"
+        "print('leased', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "cache.close()\n"
+        "print('closed', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "arena")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for said in ("leased\n", "closed\n"):
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == said
+        assert (tmp_path / "arena").exists()
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+    assert not (tmp_path / "arena").exists()
+
+
 def test_file_is_private_and_others_are_refused(attach: Opener, tmp_path: Path) -> None:
     attach().close()
     path = tmp_path / "arena"

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 import wave
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -152,8 +153,10 @@ class Client:
                     return load
 
 
-def start_encoder(*flags: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def start_encoder(*flags: str, scope: str = "") -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start an encoder that shares its embeddings with those of the same scope only."""
+    scope = scope or uuid.uuid4().hex
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSOM_ENCODER_EMBEDDING_CACHE_SCOPE": scope}
     process = subprocess.Popen(
         [sys.executable, "-m", "transom", "encoder", "--threads", "1", *flags],
         stdout=subprocess.PIPE,
@@ -171,8 +174,12 @@ def start_encoder(*flags: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
 
 def stop_encoder(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
         process.kill()
-    process.wait()
+        process.wait()
     assert process.stdout is not None
     process.stdout.close()
 
@@ -190,8 +197,8 @@ def encoder_process() -> Iterator[Callable[..., tuple[subprocess.Popen[str], dic
     """Starts further encoders with flags; they end with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*flags: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-        process, line = start_encoder(*flags)
+    def start(*flags: str, scope: str = "") -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        process, line = start_encoder(*flags, scope=scope)
         started.append(process)
         return process, line
 

@@ -1,4 +1,4 @@
-"""An encoding that several requests follow, its bounds, and the cache of finished ones."""
+"""An encoding that several requests follow, and its bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from transom.encoder.encoding import Chunk, EmbeddingCache, Encoding
+from transom.encoder.encoding import Chunk, Encoding
 from transom.encoder.gate import CostGate
 from transom.errors import MediaError
 
@@ -91,35 +91,6 @@ async def test_what_is_too_large_to_keep_forgets_what_was_delivered() -> None:
     assert not source.joinable
     await source.publish(chunk(5, last=True))
     assert not source.complete
-
-
-async def finished(key: str, rows: int) -> Encoding:
-    source = encoding(key)
-    await source.publish(chunk(1, last=True, rows=rows))
-    return source
-
-
-async def test_the_cache_drops_the_least_recently_used() -> None:
-    one = await finished("a", 4)
-    cache = EmbeddingCache(3 * one.size_bytes)
-    cache.put(one)
-    for key in ("b", "c"):
-        cache.put(await finished(key, 4))
-    assert cache.get("a") is one
-    cache.put(await finished("d", 4))
-    assert cache.get("b") is None
-    assert cache.get("a") is one
-    assert len(cache) == 3
-    cache.check_integrity()
-    cache.put(await finished("large", 1000))
-    assert cache.get("large") is None
-    assert (cache.hits, cache.misses) == (2, 2)
-
-
-async def test_no_capacity_keeps_nothing() -> None:
-    cache = EmbeddingCache(0)
-    cache.put(await finished("a", 1))
-    assert len(cache) == 0
 
 
 async def test_the_cost_gate_is_fair_and_bounded() -> None:

@@ -1,0 +1,189 @@
+"""Finished encodings in the embedding cache, in one process and between two real encoders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transom.encoder.encoding import Chunk, Encoding
+from transom.encoder.kept import KeptEncodings
+from transom.messages import Modality
+from transom.shared_cache.contract import Claim, Lease
+
+Make = Callable[..., bytes]
+KEY = "ab" * 16
+SHM = Path("/dev/shm")
+
+
+def encoding(modality: Modality = "video") -> Encoding:
+    return Encoding(KEY, modality, keep_bytes=1 << 20, window_bytes=1 << 20)
+
+
+async def complete(modality: Modality = "video") -> Encoding:
+    source = encoding(modality)
+    source.notes = ("a note",)
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        # The last chunk of a clip may have no rows.
+        rows = rng.integers(0, 1 << 16, (5 * (2 - number), 64), np.uint16)
+        await source.publish(Chunk([1, 2, 3 + number], rows, number, last=number == 2))
+    return source
+
+
+def arenas(scope: str) -> list[str]:
+    return [name for name in os.listdir(SHM) if scope in name]
+
+
+@pytest.fixture
+async def scope() -> AsyncIterator[str]:
+    """A name for arenas of a test's own; nothing of them may be left."""
+    name = uuid.uuid4().hex
+    yield name
+    assert arenas(name) == []
+
+
+async def opened(scope: str, size_bytes: int = 1 << 20) -> KeptEncodings:
+    kept = KeptEncodings()
+    await kept.open(f"{scope}/model", size_bytes, keep=False)
+    return kept
+
+
+async def test_what_one_kept_another_sends_again(scope: str) -> None:
+    one, two = await opened(scope), await opened(scope)
+    source = await complete()
+    claim = await one.find(source)
+    assert isinstance(claim, Claim)
+    await one.keep(source, claim, "bfloat16")
+    again = encoding()
+    lease = await two.find(again)
+    assert isinstance(lease, Lease)
+    await two.replay(again, lease)
+    assert again.complete
+    assert (source.cache_hit, again.cache_hit) == (False, True)
+    assert again.notes == source.notes
+    assert (again.media_tokens, again.audio_tokens) == (source.media_tokens, source.audio_tokens)
+    for was, now in zip(source.chunks, again.chunks, strict=True):
+        assert was is not None
+        assert now is not None
+        assert (now.token_ids, now.audio_rows, now.last) == (was.token_ids, was.audio_rows, was.last)
+        assert now.rows.shape == was.rows.shape
+        assert bytes(now.raw) == bytes(was.raw)
+    assert one.load() == two.load()
+    assert one.load()["cache_entries"] == 1
+    assert one.load()["cache_bytes"] > 0
+    await one.close()
+    await two.close()  # with chunks that are still in use
+
+
+async def test_pictures_wait_for_another_encoder_and_streams_do_not(scope: str) -> None:
+    one, two = await opened(scope), await opened(scope)
+    source = await complete("image")
+    claim = await one.find(source)
+    assert isinstance(claim, Claim)
+    assert await two.find(encoding("video")) is None
+    assert await two.find(encoding("audio")) is None
+    waiting = asyncio.create_task(two.find(encoding("image")))
+    await one.keep(source, claim, "bfloat16")
+    found = await waiting
+    assert isinstance(found, Lease)
+    found.release()
+    await one.close()
+    await two.close()
+
+
+async def test_a_claim_that_is_given_up_goes_to_who_waits(scope: str) -> None:
+    one, two = await opened(scope), await opened(scope)
+    claim = await one.find(encoding("image"))
+    assert isinstance(claim, Claim)
+    waiting = asyncio.create_task(two.find(encoding("image")))
+    claim.abandon()
+    found = await waiting
+    assert isinstance(found, Claim)
+    found.abandon()
+    await one.close()
+    await two.close()
+
+
+async def test_a_start_that_is_broken_off_leaves_nothing(scope: str) -> None:
+    kept = KeptEncodings()
+    start = asyncio.create_task(kept.open(f"{scope}/model", 16 << 20, keep=False))
+    await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    await kept.close()
+    assert kept.load() == {}
+
+
+async def test_no_capacity_keeps_nothing(scope: str) -> None:
+    kept = await opened(scope, 0)
+    source = await complete()
+    claim = await kept.find(source)
+    assert isinstance(claim, Claim)
+    await kept.keep(source, claim, "bfloat16")
+    assert kept.load()["cache_entries"] == 0
+    assert isinstance(await kept.find(source), Claim)
+    await kept.close()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+async def test_two_encoders_share_what_they_made(
+    scope: str,
+    encoder_process: Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]],
+    new_client: Any,
+    make_picture: Make,
+    make_sound: Make,
+    make_clip: Make,
+) -> None:
+    flags = ("--decode-workers", "1", "--embedding-cache-mb", "8")
+
+    async def start() -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        return await asyncio.to_thread(encoder_process, *flags, scope=scope)
+
+    (first, line_a), (second, line_b) = await asyncio.gather(start(), start())
+    assert len(arenas(scope)) == 1
+    media = {
+        "image": make_picture(1),
+        "audio": make_sound(1.5),
+        "video": make_clip(30, hertz=300.0),
+    }
+    async with new_client(line_a) as a, new_client(line_b) as b:
+        for kind, data in media.items():
+            made = a.send(f"a-{kind}", kind, data)
+            await a.wait(made)
+            await a.settled()
+            found = b.send(f"b-{kind}", kind, data)
+            await b.wait(found)
+            assert (made.done.cache_hit, found.done.cache_hit) == (False, True)
+            assert found.embedding.tobytes() == made.embedding.tobytes()
+            assert found.tokens == made.tokens
+            assert found.done.audio_tokens == made.done.audio_tokens
+            assert "decode" not in found.done.timings_ms
+        load_a, load_b = await a.settled(), await b.settled()
+        assert load_b["batches"] == 0
+        assert (load_a["cache_hits"], load_a["cache_misses"]) == (0, 3)
+        assert (load_b["cache_hits"], load_b["cache_misses"]) == (3, 0)
+        assert load_a["cache_entries"] == load_b["cache_entries"] == 3
+        assert load_a["cache_bytes"] == load_b["cache_bytes"] > 0
+    # A killed encoder's entries outlive it, and its successor takes part in the arena again.
+    first.send_signal(signal.SIGKILL)
+    await asyncio.to_thread(first.wait)
+    third, line_c = await start()
+    async with new_client(line_c) as c:
+        found = c.send("c", "image", media["image"])
+        await c.wait(found)
+        assert found.done.cache_hit
+    for process in (second, third):
+        assert len(arenas(scope)) == 1
+        process.terminate()
+        assert await asyncio.to_thread(process.wait) == 0
+    assert arenas(scope) == []
