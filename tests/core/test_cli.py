@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from transom import __version__
 from transom.cli import build_parser, main
@@ -317,3 +320,14 @@ def test_output_is_plain_off_a_terminal() -> None:
     )
     assert done.returncode == 1
     assert b"\x1b" not in done.stdout + done.stderr
+
+
+async def test_log_lines_keep_their_prefix_beside_the_spinner() -> None:
+    config = up.UpConfig()
+    run = up.Up(config, up.make_plan(config, toml_path=None, environ={}))
+    shown = io.StringIO()
+    run._log = Console(file=shown, force_terminal=True, soft_wrap=True, highlight=False, markup=False)
+    with run._progress():
+        run._log_line("encoder", f"[bold] {'x' * 200}")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert f"encoder | [bold] {'x' * 200}\n" in plain
