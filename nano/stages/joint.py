@@ -142,7 +142,16 @@ def train_mtp(
     embed = MediaEmbedder(writer, pools, audio)
     language.requires_grad_(False).eval()
     language.mtp.requires_grad_(True)
-    loop = Loop("mtp", folder, {"mtp": language.mtp}, LoopConfig(steps, 2e-3, seed=seed, save_every=100))
+    for module in language.mtp:
+        # Start from the mean of what is known: the target's state and the newest token.
+        half = torch.eye(language.config.hidden_size) / 2
+        module.eh_proj.weight.data.copy_(torch.cat((half, half), 1))
+    loop = Loop(
+        "mtp",
+        folder,
+        {"mtp": language.mtp},
+        LoopConfig(steps, 4e-3, warmup_steps=15, seed=seed, save_every=50),
+    )
     grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, 1.0))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
