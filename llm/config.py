@@ -41,6 +41,8 @@ class LlmConfig(StageConfig):
 class PrefillConfig(LlmConfig):
     """Settings of `transom prefill`."""
 
+    prefix_cache: bool = setting(True, "keep the KV of prompts, and reuse it where a later one begins alike")
+
     max_parked_mb: int = setting(
         512, "embeddings held for prompts that are not computed yet; more are refused", ge=1
     )

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 
 import torch
 
 from transom.errors import ContextLengthError, DeadlineError, TransomError
+from transom.llm.capacity import pages_for
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.pools import DualPools, RequestKV
+from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import (
     Command,
     Drop,
@@ -34,7 +37,14 @@ from transom.llm.request import (
 )
 from transom.llm.runner import ModelRunner, Step, pages_of
 from transom.llm.sampler import Draw, SamplerState, check_sampling
-from transom.llm.scheduler import FreePages, Limits, Plan, RequestView, plan_step
+from transom.llm.scheduler import (
+    FreePages,
+    Limits,
+    Plan,
+    RequestView,
+    first_come_first_served,
+    plan_step,
+)
 from transom.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -69,6 +79,7 @@ class Engine:
         limits: EngineLimits,
         emit: Callable[[list[Event]], None],
         *,
+        cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.context_len = min(limits.context_len, pools.full_pages.capacity * pools.page_size)
@@ -77,6 +88,7 @@ class Engine:
         self._config = model.config
         self._runner = ModelRunner(model, pools)
         self._pools = pools
+        self._cache = cache
         self._limits = limits
         self._policy_limits = Limits(
             limits.batch_tokens,
@@ -111,8 +123,9 @@ class Engine:
         plan = self._plan()
         for request_id in plan.retract:
             self._retract(self._requests[request_id])
-        for request_id in plan.admit:
-            self._admit(self._requests[request_id])
+        # What a prompt will reuse is pinned before the KV of others needs room.
+        for request in sorted(map(self._requests.__getitem__, plan.admit), key=_has_host_kv):
+            self._admit(request)
         self._compute_isolated([self._make_step(name, count) for name, count in plan.steps.items()])
         self._busy = bool(plan.steps or plan.retract)
         self._check_when_idle()
@@ -144,18 +157,23 @@ class Engine:
         self._commands.put(command)
 
     def load(self) -> dict[str, float]:
-        """Return figures of the current load; thread-safe, each figure true at some recent moment."""
+        """Return figures of the current load; thread-safe, each figure true at some recent moment.
+
+        Used slots are those that requests keep: cached ones that could be evicted count as free.
+        """
         pools, requests, running = self._pools, len(self._requests), len(self._running)
+        free = self._free_pages()
         return {
             "running_requests": running,
             "waiting_requests": max(requests - running, 0),
-            "full_used_slots": pools.full_pages.used * pools.page_size,
+            "full_used_slots": (pools.full_pages.capacity - free.full) * pools.page_size,
             "full_total_slots": pools.full_pages.capacity * pools.page_size,
-            "swa_used_slots": pools.swa_pages.used * pools.page_size,
+            "swa_used_slots": (pools.swa_pages.capacity - free.swa) * pools.page_size,
             "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
             "computed_tokens": self._computed_tokens,
             "retracted_bytes": self._retracted_bytes,
             "retractions": self._retractions,
+            **(self._cache.figures() if self._cache else {}),
         }
 
     # Commands and deadlines.
@@ -225,6 +243,9 @@ class Engine:
                 raise TransomError(f"embeddings of shape {tuple(extend.rows.shape)}, expected {expected}")
             positions = torch.tensor(extend.offsets) + begin
             request.embeddings.append(EmbeddingRows(positions, extend.rows))
+            # KV of NaN would fail every later request that finds it: without its key nothing is cached.
+            content_key = extend.content_key if bool(torch.isfinite(extend.rows).all()) else ""
+            request.media_spans += [(begin + at, n, content_key) for at, n in _runs(extend.offsets)]
         request.prompt_ids += extend.token_ids
         self._check_context(request)
         if extend.complete:
@@ -266,25 +287,46 @@ class Engine:
         if not self._requests:
             self.waiting_reason = ""
             return Plan((), (), {}, "")
+        now = self._clock()
         plan = plan_step(
-            [_view(r) for r in self._running.values()],
-            [_view(r) for r in self._requests.values() if r.request_id not in self._running],
-            FreePages(self._pools.full_pages.available, self._pools.swa_pages.available),
-            self._policy_limits,
-            now_s=self._clock(),
-            hold=self._hold,
+            *self._views(now), self._free_pages(), self._policy_limits, now_s=now, hold=self._hold
         )
         if plan.waiting_reason != self.waiting_reason:
             self.waiting_reason = plan.waiting_reason
             logger.debug("waiting: %s", plan.waiting_reason or "nobody")
         return plan
 
+    def _views(self, now_s: float) -> tuple[list[RequestView], list[RequestView]]:
+        """Return the running and the waiting requests as the policy sees them, what is cached included."""
+        cache, requests = self._cache, self._requests
+        if cache is not None:
+            for request in self._running.values():
+                cache.catch_up(request)
+        running = [_view(r) for r in self._running.values()]
+        waiting = [_view(r) for r in requests.values() if r.request_id not in self._running]
+        if cache is None:
+            return running, waiting
+        line = (cache.refine(requests[v.request_id], v) for v in first_come_first_served(waiting, now_s))
+        # A step admits no more than this: the tree is not asked about those behind.
+        first = islice((view for view in line if view.ready_len), self._policy_limits.running_requests)
+        return [cache.refine(requests[v.request_id], v) for v in running], list(first)
+
+    def _free_pages(self) -> FreePages:
+        if self._cache is not None:
+            return self._cache.free_pages
+        return FreePages(self._pools.full_pages.available, self._pools.swa_pages.available)
+
     def _admit(self, request: Request) -> None:
-        """Give the request pages. A prefix cache would be asked for the longest match here."""
+        """Give the request pages: those of its own KV, or of the cached prefix, or none yet."""
         if request.host_kv is not None:
+            if self._cache is not None:
+                full = pages_for(request.host_kv.length, self._pools.page_size)
+                self._cache.make_room(full, full)
             request.kv = self._pools.adopt(request.host_kv)
             self._drop_host_kv(request)
             self._events.append(StartedEvent(request.request_id))
+        elif self._cache is not None:
+            self._cache.attach(request)
         else:
             request.kv = RequestKV()
         request.admitted_s = request.admitted_s or self._clock()
@@ -307,8 +349,7 @@ class Engine:
 
     def _make_step(self, request_id: str, count: int) -> Step:
         request = self._requests[request_id]
-        assert request.kv is not None
-        self._pools.extend(request.kv, request.computed + count)
+        (self._cache or self._pools).extend(pages_of(request), request.computed + count)
         return Step(request, count, request.prompt_complete and count == request.ready_len)
 
     @torch.inference_mode()
@@ -338,14 +379,19 @@ class Engine:
         kv = pages_of(request)
         request.computed += step.count
         kv.length = request.computed
-        if not request.decoding or kv.length % self._limits.swa_release_interval == 0:
-            self._pools.slide(kv)
-        if drawn is None:
-            return
-        if drawn.token is None:
+        if drawn is not None and drawn.token is None:
             self._fail(request, TransomError("the model's output is not finite (NaN or infinity)"))
             return
-        self._accept(request, drawn.token, drawn)
+        due = not request.decoding or kv.length % self._limits.swa_release_interval == 0
+        if self._cache is None:
+            if due:
+                self._pools.slide(kv)
+        elif not request.decoding:
+            self._cache.store(request)
+        elif due:
+            self._cache.slide(request)
+        if drawn is not None and drawn.token is not None:
+            self._accept(request, drawn.token, drawn)
 
     def _accept(self, request: Request, token: int, drawn: Draw) -> None:
         """Put a token out; end the request or hand it off if that is due."""
@@ -363,11 +409,13 @@ class Engine:
                 finish_reason=reason,
                 logprob=drawn.logprob,
                 timings_ms=self._timings_ms(request) if reason or index == 0 else {},
+                cached_tokens=request.cached_tokens,
             )
         )
         if reason is None and not request.hands_off:
             return
-        # A prefix cache would take the request's pages over here, prompt and output alike.
+        if self._cache is not None:
+            self._cache.finish(request)
         if reason is None:
             host_kv = self._pools.offload(pages_of(request))
             self._events.append(PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv))
@@ -389,7 +437,10 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         if request.kv is not None:
-            self._pools.release(request.kv)
+            if self._cache is not None:
+                self._cache.release(request)
+            else:
+                self._pools.release(request.kv)
             request.kv = None
         self._running.pop(request.request_id, None)
 
@@ -402,6 +453,8 @@ class Engine:
         self._release(request)
         self._drop_host_kv(request)
         request.embeddings.clear()
+        if self._cache is not None:
+            self._cache.forget(request.request_id)
         self._requests.pop(request.request_id, None)
 
     def _fail(self, request: Request, error: TransomError) -> None:
@@ -412,13 +465,23 @@ class Engine:
         if self._requests:
             self._checked = False
         elif not self._checked:
-            self._pools.check_integrity(())
+            (self._cache or self._pools).check_integrity(())
             self._checked = True
 
     def _publish(self) -> None:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
+
+
+def _has_host_kv(request: Request) -> bool:
+    return request.host_kv is not None
+
+
+def _runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Return start and length of each run of consecutive, ascending offsets."""
+    cuts = [0, *(i for i in range(1, len(offsets)) if offsets[i] != offsets[i - 1] + 1), len(offsets)]
+    return [(offsets[low], high - low) for low, high in pairwise(cuts)]
 
 
 def _view(request: Request) -> RequestView:

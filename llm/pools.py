@@ -17,6 +17,9 @@ from transom.errors import OverloadedError
 from transom.llm.capacity import PoolPlan, pages_for
 from transom.llm.model.config import LayerSpec, MiMoV2Config
 
+Pages = npt.NDArray[np.int64]  # page numbers of the full pool
+
+NO_PAGES: Pages = np.empty(0, np.int64)
 NULL_PAGE = 0  # in both pools: all zeros for ever, owned by nobody, stands for "nothing here"
 
 
@@ -137,17 +140,20 @@ class HostKV:
 class RequestKV:
     """The pages of one running request. Page i holds positions i * page_size and on.
 
-    `pages[:swa_from]` have lost their SWA page. Only DualPools changes it.
+    `pages[:shared]` belong to the prefix cache and are only read; the rest is the request's own. Of its own,
+    those before `swa_from` have lost their SWA page. Only DualPools and PrefixCache change it.
     """
 
     pages: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(16, dtype=np.int64))
     count: int = 0
+    shared: int = 0
     swa_from: int = 0
     length: int = 0  # tokens stored
 
     @property
     def swa_count(self) -> int:
-        return self.count - self.swa_from
+        """SWA pages of its own."""
+        return self.count - max(self.swa_from, self.shared)
 
     def append(self, new: list[int]) -> None:
         end = self.count + len(new)
@@ -184,22 +190,40 @@ class DualPools:
 
     def slide(self, kv: RequestKV) -> None:
         """Free the SWA pages that no query at `kv.length` or later sees."""
-        first_seen = kv.length - self.window + 1
-        end = min(max(first_seen, 0) // self.page_size, kv.count)
-        if end > kv.swa_from:
-            gone = kv.pages[kv.swa_from : end]
-            self.swa_pages.free(self.swa_of[gone].tolist())
-            self.swa_of[gone] = NULL_PAGE
-            kv.swa_from = end
+        end = min(max(kv.length - self.window + 1, 0) // self.page_size, kv.count)
+        begin = max(kv.swa_from, kv.shared)
+        if end > begin:
+            self.free_swa(kv.pages[begin:end])
+        kv.swa_from = max(kv.swa_from, end)
 
     def release(self, kv: RequestKV) -> None:
         """Free everything `kv` owns; it is empty afterwards."""
-        pages = kv.pages[: kv.count]
-        live = pages[kv.swa_from :]
-        self.swa_pages.free(self.swa_of[live].tolist())
-        self.swa_of[live] = NULL_PAGE
+        own = kv.pages[kv.shared : kv.count]
+        self.free_swa(own[self.swa_mapped(own)])
+        self.free_full(own)
+        kv.count = kv.shared = kv.swa_from = kv.length = 0
+
+    # What the prefix cache asks for (transom.llm.radix.contract.PagePools).
+
+    def free_full(self, pages: Pages) -> None:
+        """Take full pages back; their SWA pages have gone before."""
         self.full_pages.free(pages.tolist())
-        kv.count = kv.swa_from = kv.length = 0
+
+    def free_swa(self, pages: Pages) -> None:
+        """Take back the SWA pages that these full pages map to, and clear the map there."""
+        self.swa_pages.free(self.swa_of[pages].tolist())
+        self.swa_of[pages] = NULL_PAGE
+
+    def move_swa(self, source: Pages, target: Pages) -> None:
+        """Let `target`, so far unmapped, map to the SWA pages of `source`, which is unmapped afterwards."""
+        self.swa_of[target] = self.swa_of[source]
+        self.swa_of[source] = NULL_PAGE
+
+    def swa_mapped(self, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Return for each full page whether it maps to an SWA page."""
+        return self.swa_of[pages] != NULL_PAGE
+
+    # KV outside of the pools.
 
     def offload(self, kv: RequestKV) -> HostKV:
         """Copy the KV of `kv` to host memory: all full rows, SWA rows of the last window. Frees nothing."""
@@ -209,7 +233,7 @@ class DualPools:
         swa_len = min(kv.length, self.window - 1)
         begin = kv.length - swa_len
         first = begin // self.page_size
-        assert first >= kv.swa_from, "SWA slots inside the window were freed"
+        assert self.swa_mapped(pages[first:]).all(), "SWA slots inside the window were freed"
         live = torch.from_numpy(self.swa_of[pages[first:]]).to(self.device)
         offset = first * self.page_size
         swa_k, swa_v = self.swa.read(live, begin - offset, kv.length - offset)
@@ -254,17 +278,19 @@ class DualPools:
         kv.append(full)
         kv.swa_from = max(kv.swa_from, total - swa_wanted) if swa_wanted < wanted else kv.swa_from
 
-    def check_integrity(self, owners: Iterable[RequestKV]) -> None:
-        """Assert that the owners' pages are all there is, each page has one owner, and the map agrees."""
-        owned: list[int] = []
-        mirrored: list[int] = []
+    def check_integrity(self, owners: Iterable[RequestKV], cached: Pages = NO_PAGES) -> None:
+        """Assert that the owners' own and the `cached` pages are all there is, and that the map agrees."""
+        owned: list[int] = cached.tolist()
+        mirrored: list[int] = cached[self.swa_mapped(cached)].tolist()
         for kv in owners:
             assert 0 <= kv.swa_from <= kv.count, f"swa_from {kv.swa_from} of {kv.count} pages"
+            assert kv.shared <= kv.count, f"{kv.shared} of {kv.count} pages are shared"
             assert kv.length <= kv.count * self.page_size, "tokens beyond the last page"
             live_from = max(kv.length - self.window + 1, 0) // self.page_size
             assert kv.count == 0 or kv.swa_from <= live_from, "an SWA page inside the window is gone"
-            owned.extend(kv.pages[: kv.count].tolist())
-            mirrored.extend(kv.pages[kv.swa_from : kv.count].tolist())
+            assert self.swa_mapped(kv.pages[live_from : kv.count]).all(), "a page in the window lacks SWA"
+            owned.extend(kv.pages[kv.shared : kv.count].tolist())
+            mirrored.extend(kv.pages[max(kv.swa_from, kv.shared) : kv.count].tolist())
         self.full_pages.check_integrity(owned)
         self.swa_pages.check_integrity(self.swa_of[mirrored].tolist() if mirrored else [])
         mapped = np.flatnonzero(self.swa_of).tolist()

@@ -154,6 +154,7 @@ class PrefillStage(LlmStage):
                     arrived_s=time.time(),
                     priority=job.priority,
                     hands_off=True,
+                    cache_salt=job.cache_salt,
                 )
             )
         )
@@ -233,7 +234,9 @@ class PrefillStage(LlmStage):
             if piece.rows is not None and piece.frame is not None and piece.offsets:
                 rows = from_frame(piece.rows, piece.frame)
             complete = own.prompt.complete and number == len(pieces)
-            self.engine.submit(Extend(request_id, piece.token_ids, piece.offsets, rows, complete))
+            self.engine.submit(
+                Extend(request_id, piece.token_ids, piece.offsets, rows, complete, piece.content_key)
+            )
         if pieces and own.prompt.complete and own.job.sampling.max_tokens > 1:
             reserve = KVReserve(
                 request_id=request_id,
@@ -271,7 +274,7 @@ class PrefillStage(LlmStage):
                 token_ids=[event.token_id] if event.emit else [],
                 finish_reason=event.finish_reason,
                 logprobs=[event.logprob] if shown and event.logprob is not None else None,
-                prompt=own.prompt.stats(),
+                prompt=own.prompt.stats(event.cached_tokens),
                 timings_ms={f"prefill_{name}": value for name, value in event.timings_ms.items()},
             ),
         )

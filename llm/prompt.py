@@ -17,12 +17,16 @@ Frame = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next tokens of a prompt. `offsets` says which of them take a row of `frame`, in order."""
+    """The next tokens of a prompt. `offsets` says which of them take a row of `frame`, in order.
+
+    `content_key` is that of the media item, "" for text.
+    """
 
     token_ids: list[int]
     offsets: list[int]
     rows: TensorMeta | None
     frame: Frame | None
+    content_key: str = ""
 
 
 @dataclass(slots=True)
@@ -60,10 +64,11 @@ class PromptAssembler:
         """Tokens that are known from the start."""
         return sum(len(part.token_ids) for part in self._parts if isinstance(part, TextPart))
 
-    def stats(self) -> PromptStats:
+    def stats(self, cached_tokens: int = 0) -> PromptStats:
         """Return the counts of what was taken. A video's sound counts as audio."""
         return PromptStats(
             prompt_tokens=self.prompt_len,
+            cached_tokens=cached_tokens,
             image_tokens=self._rows["image"],
             video_tokens=self._rows["video"],
             audio_tokens=self._rows["audio"],
@@ -111,4 +116,4 @@ class PromptAssembler:
         sound = sum(chunk.token_ids[i] == self._audio_pad for i in offsets)
         self._rows["audio"] += sound
         self._rows[part.modality] += len(offsets) - sound
-        return Piece(chunk.token_ids, offsets, chunk.rows, frame)
+        return Piece(chunk.token_ids, offsets, chunk.rows, frame, chunk.content_key)

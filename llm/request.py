@@ -28,7 +28,8 @@ class Request:
     """One request. Tokens are numbered over prompt and output; `computed` of them have their KV stored.
 
     With `hands_off` the engine stops after the first output token and gives the KV away. `host_kv` is the KV
-    of a request that is not in the pools: handed over to us, or retracted by us.
+    of a request that is not in the pools: handed over to us, or retracted by us. `media_spans` are runs of
+    tokens with an embedding each: start, length, content key ("" when unknown: never cached).
     """
 
     request_id: str
@@ -41,6 +42,9 @@ class Request:
     prompt_complete: bool = False
     output_ids: list[int] = field(default_factory=list)
     embeddings: list[EmbeddingRows] = field(default_factory=list)
+    media_spans: list[tuple[int, int, str]] = field(default_factory=list)
+    cache_salt: str = ""
+    cached_tokens: int = 0  # prompt tokens that were never computed for this request
     max_tokens: int = 0  # what the context leaves of sampling.max_tokens; set when the prompt is complete
     computed: int = 0
     kv: RequestKV | None = None
@@ -81,13 +85,17 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """The next tokens of a request's prompt. `rows` belong to the tokens marked in `offsets`."""
+    """The next tokens of a request's prompt. `rows` belong to the tokens marked in `offsets`.
+
+    `content_key` names the media item that the rows come from.
+    """
 
     request_id: str
     token_ids: list[int]
     offsets: list[int]  # which of token_ids take a row
     rows: torch.Tensor | None
     complete: bool
+    content_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class TokenEvent:
     finish_reason: FinishReason | None
     logprob: TokenLogprob | None
     timings_ms: dict[str, float]
+    cached_tokens: int  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as the policy sees it. Pages are those held in the device pools now.
+    """A request as the policy sees it.
 
-    `stored_len` tokens have KV: in the pools when it holds pages, else in host memory. `known_len` counts all
-    tokens known so far, `ready_len` those that could be computed now.
+    `stored_len` tokens have KV: in the pools when it has pages there, else in host memory. `known_len` counts
+    all tokens known so far, `ready_len` those that could be computed now. Of a running request `full_pages`
+    and `swa_pages` are what its retraction gives back; those of a waiting one are cached pages that count as
+    free until its admission. `shared_pages` are cached pages which others keep in use anyway.
     """
 
     request_id: str
@@ -26,6 +28,12 @@ class RequestView:
     decoding: bool
     full_pages: int
     swa_pages: int
+    shared_pages: int = 0
+
+    @property
+    def table_pages(self) -> int:
+        """Full pages that it need not get any more."""
+        return self.full_pages + self.shared_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class FreePages:
+    """Pages to be had in each pool: free ones, and those that a cache gives up on demand."""
+
     full: int
     swa: int
 
@@ -138,13 +148,16 @@ class _Step:
                 return f"{active} of {self.limits.running_requests} requests are running"
             if self.budget <= 0:
                 return f"the step's {self.limits.batch_tokens} tokens are spent"
-            spare = self.full - (claimed if self.alive or self.admitted else 0)
-            wanted = self._pages(max(view.known_len, view.stored_len + 1))
+            spare = self.full - (claimed if self.alive or self.admitted else 0) - view.full_pages
+            wanted = self._pages(max(view.known_len, view.stored_len + 1)) - view.table_pages
             if wanted > spare:
                 return f"full pool: {wanted} pages wanted, {max(spare, 0)} spare"
-            count = 1 if view.stored_len else self._affordable(view)
+            self._occupy(view, 1)
+            count = 1 if view.stored_len and not view.table_pages else self._affordable(view)
             if not count or not self._fits(view, count):
-                return f"SWA pool: {self._need(view, 1)[1]} pages wanted, {self.swa} free"
+                self._occupy(view, -1)
+                need = self._need(view, 1)[1] + view.swa_pages
+                return f"SWA pool: {need} pages wanted, {self.swa} free"
             self.admitted.append(view.request_id)
             active += 1
             self._take(view, count)
@@ -169,8 +182,8 @@ class _Step:
     def _need(self, view: RequestView, count: int) -> tuple[int, int]:
         """Return the pages (full, SWA) that `count` further tokens take."""
         end = self._pages(view.stored_len + count)
-        full = end - view.full_pages
-        if view.full_pages or not view.stored_len:
+        full = end - view.table_pages
+        if view.table_pages or not view.stored_len:
             return full, full
         # Coming back from host memory: SWA pages for the live window only.
         first_live = max(view.stored_len - self.limits.window + 1, 0) // self.limits.page_size
@@ -180,7 +193,7 @@ class _Step:
         if view.decoding:
             return 1
         taken = self.tokens.get(view.request_id, 0)
-        return self._pages(view.known_len) - max(view.full_pages, self._pages(view.stored_len + taken))
+        return self._pages(view.known_len) - max(view.table_pages, self._pages(view.stored_len + taken))
 
     def _fits(self, view: RequestView, count: int) -> bool:
         full, swa = self._need(view, count)
@@ -188,7 +201,7 @@ class _Step:
 
     def _affordable(self, view: RequestView) -> int:
         """Return how many of the request's ready tokens budget and free pages allow."""
-        slots = (view.full_pages + min(self.full, self.swa)) * self.limits.page_size - view.stored_len
+        slots = (view.table_pages + min(self.full, self.swa)) * self.limits.page_size - view.stored_len
         return max(0, min(view.ready_len, self.budget, slots))
 
     def _take(self, view: RequestView, count: int) -> None:
@@ -203,5 +216,8 @@ class _Step:
     def _retract(self, view: RequestView) -> None:
         self.alive.remove(view)
         self.retracted.append(view.request_id)
-        self.full += view.full_pages
-        self.swa += view.swa_pages
+        self._occupy(view, -1)
+
+    def _occupy(self, view: RequestView, sign: int) -> None:
+        self.full -= sign * view.full_pages
+        self.swa -= sign * view.swa_pages

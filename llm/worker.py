@@ -20,11 +20,12 @@ import torch
 from transom.errors import ConfigError, DeadlineError, TransomError
 from transom.hub import resolve_model
 from transom.llm.capacity import plan_pools
-from transom.llm.config import LlmConfig
+from transom.llm.config import LlmConfig, PrefillConfig
 from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.loader import load_language_model
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.pools import DualPools
+from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import Event
 from transom.messages import Message, RequestFailed
 from transom.stage import Stage
@@ -97,13 +98,17 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         context_len=config.max_context_len or model.config.max_position_embeddings,
         swa_release_interval=config.swa_release_interval,
     )
-    return Engine(model, DualPools(model.config, plan, dtype=dtype, device=device), limits, emit), model
+    pools = DualPools(model.config, plan, dtype=dtype, device=device)
+    cache = None
+    if isinstance(config, PrefillConfig) and config.prefix_cache:
+        cache = PrefixCache.where_it_fits(pools, config.model, model.config.eos_token_ids)
+    return Engine(model, pools, limits, emit, cache=cache), model
 
 
 class LlmStage(Stage):
     """A stage around one engine. Subclasses say what messages and events mean."""
 
-    totals = frozenset({"computed_tokens", "retractions"})
+    totals = frozenset({"computed_tokens", "cache_hit_tokens", "retractions"})
 
     def __init__(self, config: LlmConfig) -> None:
         self.config = config

@@ -15,10 +15,12 @@ from transom.llm.model.attention import PackedAttention
 from transom.llm.model.config import MiMoV2Config
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.pools import DualPools
+from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import Event, FailedEvent, PrefilledEvent, Request, Start, TokenEvent
 from transom.messages import Sampling
 
 WINDOW = 9
+TURN_END = 94
 
 TINY: dict[str, Any] = {
     "model_type": "mimo_v2",
@@ -158,11 +160,19 @@ class Harness:
     """Drives an engine step by step and keeps what it says about each request."""
 
     def __init__(
-        self, model: MiMoV2ForCausalLM, pools: DualPools, clock: Callable[[], float], **limits: int
+        self,
+        model: MiMoV2ForCausalLM,
+        pools: DualPools,
+        clock: Callable[[], float],
+        cached: bool,
+        **limits: int,
     ) -> None:
         bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
         self.pools = pools
-        self.engine = Engine(model, pools, EngineLimits(**{**bounds, **limits}), self._take, clock=clock)
+        self.cache = PrefixCache(pools, "tiny", (TURN_END,)) if cached else None
+        self.engine = Engine(
+            model, pools, EngineLimits(**{**bounds, **limits}), self._take, cache=self.cache, clock=clock
+        )
         self.tokens: dict[str, list[int]] = {}
         self.events: list[Event] = []
         self.finished: dict[str, str] = {}
@@ -206,9 +216,13 @@ class Harness:
         raise AssertionError(f"requests are left after {steps} steps: {self.engine.waiting_reason}")
 
     def assert_nothing_left(self) -> None:
+        """Every slot is free, or with a cache evictable."""
         load = self.engine.load()
         assert load["full_used_slots"] == load["swa_used_slots"] == 0
-        self.pools.check_integrity(())
+        if self.cache is not None:
+            self.cache.check_integrity()
+        else:
+            self.pools.check_integrity(())
 
 
 @pytest.fixture(scope="session")
@@ -220,10 +234,10 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         swa: int = 200,
         page_size: int = 4,
         clock: Callable[[], float] = lambda: 0.0,
+        cached: bool = False,
         **limits: int,
     ) -> Harness:
-        return Harness(
-            model, make_pools(model.config, full=full, swa=swa, page_size=page_size), clock, **limits
-        )
+        pools = make_pools(model.config, full=full, swa=swa, page_size=page_size)
+        return Harness(model, pools, clock, cached, **limits)
 
     return make

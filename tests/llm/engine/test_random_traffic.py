@@ -29,7 +29,7 @@ actions = st.lists(
 )
 
 
-@given(actions, st.integers(18, 40))
+@given(actions, st.integers(18, 40), st.booleans())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.timeout(600)
 def test_random_traffic(
@@ -38,10 +38,11 @@ def test_random_traffic(
     assert_greedy: Check,
     steps: list[tuple[str, int, int]],
     pages: int,
+    cached: bool,
 ) -> None:
     """Two engines with little memory: requests start, grow, are dropped, handed over and retracted."""
-    first = make_harness(model, full=pages, swa=pages // 2, batch_tokens=16, context_len=72)
-    second = make_harness(model, full=pages, swa=pages // 2, batch_tokens=8, context_len=72)
+    first = make_harness(model, full=pages, swa=pages // 2, batch_tokens=16, context_len=72, cached=cached)
+    second = make_harness(model, full=pages, swa=pages // 2, batch_tokens=8, context_len=72, cached=cached)
     prompts: dict[str, list[int]] = {}
     outputs: dict[str, int] = {}
     growing: dict[str, list[int]] = {}

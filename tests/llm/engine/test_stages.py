@@ -157,6 +157,7 @@ class Gateway:
 
     def job(self, name: str, *parts: TextPart | MediaPart, **sampling: Any) -> None:
         deadline_s = sampling.pop("deadline_s", time.time() + 60)
+        cache_salt = sampling.pop("cache_salt", "")
         settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
         self.transport.send(
             self.prefill,
@@ -167,6 +168,7 @@ class Gateway:
                 deadline_s=deadline_s,
                 gateway=self.transport.address,
                 decode=self.decode,
+                cache_salt=cache_salt,
             ),
         )
 
@@ -241,7 +243,7 @@ def chunk(
         item_index=item,
         chunk_index=index,
         last=last,
-        content_key="k",
+        content_key=f"{name}/{item}",
         token_ids=ids,
         pad_ids=(91, 92),
         rows=meta,
@@ -285,6 +287,22 @@ async def test_media_in_odd_order(gateway: Gateway, model: MiMoV2ForCausalLM, as
     assert_greedy(gateway.output("text"), model, head, 8)
     stats = next(c.prompt for c in gateway.chunks if c.request_id == "m" and c.prompt)
     assert (stats.prompt_tokens, stats.image_tokens, stats.video_tokens, stats.audio_tokens) == (39, 5, 2, 2)
+
+
+async def test_a_repeated_prompt_is_cached(
+    gateway: Gateway, model: MiMoV2ForCausalLM, assert_greedy: Check
+) -> None:
+    """The counts that end up in `usage`; another salt hits nothing, and neither changes a token."""
+    prompt = prompt_of(45, 11)
+    for name, salt in (("cold", "x"), ("again", "x"), ("salted", "y")):
+        gateway.job(name, TextPart(prompt), max_tokens=10, cache_salt=salt)
+        await gateway.finished(name)
+        assert_greedy(gateway.output(name), model, prompt, 10)
+    stats = {c.request_id: c.prompt for c in gateway.chunks if c.prompt}
+    assert [s and (s.prompt_tokens, s.cached_tokens) for s in stats.values()] == [(45, 0), (45, 44), (45, 0)]
+    load = await gateway.load(gateway.prefill)
+    assert load["cache_hit_tokens"] >= 44
+    assert load["cache_tokens"] == load["cache_evictable_tokens"] >= 88
 
 
 async def test_faulty_media_fails_alone(
