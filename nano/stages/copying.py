@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from transom.llm.model.mimo_v2 import Attention, MiMoV2ForCausalLM
+from transom.llm.model.mimo_v2 import Attention, DecoderLayer, DenseMLP, MiMoV2ForCausalLM
 
 # Score gaps of the planted heads, in units of the softmax: to the neighbours, and of an equal token.
 PREVIOUS_GAP = 20.0
@@ -46,10 +46,17 @@ def plant_copying(
             _plant_matching(model, layer, tokens, identity, run, generator)
 
 
+def _layer(model: MiMoV2ForCausalLM, index: int) -> DecoderLayer:
+    layer = model.layers[index]
+    assert isinstance(layer, DecoderLayer)
+    return layer
+
+
 def _keep_a_constant(model: MiMoV2ForCausalLM) -> None:
     """Make channel 0 the same for every token, and keep the first layer from writing to it."""
     model.embed_tokens.weight[:, 0] = 1.0
-    first = model.layers[0]
+    first = _layer(model, 0)
+    assert isinstance(first.mlp, DenseMLP)
     first.self_attn.o_proj.weight[0] = 0.0
     first.mlp.down_proj.weight[0] = 0.0
 
@@ -64,7 +71,7 @@ def _token_codes(model: MiMoV2ForCausalLM, tokens: Tensor, size: int, generator:
 def _inputs(model: MiMoV2ForCausalLM, layer: int, run: Callable[[], object]) -> tuple[Tensor, Tensor]:
     """Return what a layer's attention reads, after and before its norm: (tokens, hidden) each."""
     seen: list[Tensor] = []
-    norm = model.layers[layer].input_layernorm
+    norm = _layer(model, layer).input_layernorm
     hook = norm.register_forward_hook(lambda _, given, out: seen.extend((out, given[0])))
     run()
     hook.remove()
@@ -75,13 +82,14 @@ def _fit(inputs: Tensor, wanted: Tensor) -> Tensor:
     """Return the matrix (features, hidden) whose products with the inputs come closest to `wanted`."""
     gram = inputs.T @ inputs
     gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
-    return torch.linalg.solve(gram, inputs.T @ wanted).T
+    solved: Tensor = torch.linalg.solve(gram, inputs.T @ wanted)
+    return solved.T
 
 
 def _rows(attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of the q, k and v weights: (heads, dims, hidden) each."""
     spec = attention.spec
-    q, k, v = attention.qkv_proj.weight.split(attention.sizes)
+    q, k, v = torch.split(attention.qkv_proj.weight, attention.sizes)
     return (
         q.view(spec.heads, spec.head_dim, -1),
         k.view(spec.kv_heads, spec.head_dim, -1),
@@ -93,7 +101,7 @@ def _plant_previous(
     model: MiMoV2ForCausalLM, layer: int, identity: Tensor, run: Callable[[], object]
 ) -> None:
     """Make the first two KV heads of a layer look one token back and pass that token's code on."""
-    attention = model.layers[layer].self_attn
+    attention = _layer(model, layer).self_attn
     spec, width = attention.spec, attention.spec.v_head_dim
     normed, _ = _inputs(model, layer, run)
     constant = float(normed[:, 0].median())
@@ -128,7 +136,7 @@ def _plant_matching(
     generator: torch.Generator,
 ) -> None:
     """Make the last KV head of a layer find the place after an equal token and copy what stands there."""
-    attention = model.layers[layer].self_attn
+    attention = _layer(model, layer).self_attn
     spec = attention.spec
     normed, stream = _inputs(model, layer, run)
     half, quarter = spec.rotary_dim // 2, spec.rotary_dim // 4

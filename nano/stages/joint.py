@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from transom.encoder.models.audio import AudioEncoder
 from transom.llm.model.attention import PackedAttention
-from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM, MTPModule
 from transom.nano.data import dialogues
 from transom.nano.data.dialogues import Message
 from transom.nano.prompts import Prompt, PromptWriter
@@ -145,6 +145,7 @@ def train_mtp(
     for module in language.mtp:
         # Start from the mean of what is known: the target's state and the newest token.
         half = torch.eye(language.config.hidden_size) / 2
+        assert isinstance(module, MTPModule)
         module.eh_proj.weight.data.copy_(torch.cat((half, half), 1))
     loop = Loop(
         "mtp",
