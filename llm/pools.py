@@ -221,7 +221,8 @@ class DualPools:
 
     def swa_mapped(self, pages: Pages) -> npt.NDArray[np.bool_]:
         """Return for each full page whether it maps to an SWA page."""
-        return self.swa_of[pages] != NULL_PAGE
+        mapped: npt.NDArray[np.bool_] = self.swa_of[pages] != NULL_PAGE
+        return mapped
 
     # KV outside of the pools.
 
