@@ -12,21 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 
-from transom.errors import ContextLengthError, DeadlineError, TransomError
+from transom.errors import DeadlineError, TransomError
 from transom.llm.capacity import pages_for
+from transom.llm.intake import Intake
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import (
     Command,
     Drop,
-    EmbeddingRows,
     Event,
-    Extend,
     FailedEvent,
     Hold,
     PrefilledEvent,
@@ -36,7 +35,7 @@ from transom.llm.request import (
     TokenEvent,
 )
 from transom.llm.runner import ModelRunner, Step, pages_of
-from transom.llm.sampler import Draw, SamplerState, check_sampling
+from transom.llm.sampler import Draw
 from transom.llm.scheduler import (
     FreePages,
     Limits,
@@ -60,9 +59,8 @@ class EngineLimits:
     swa_release_interval: int
 
 
-_LONGEST_WAIT_S = (
-    3600.0  # a lock takes no infinite timeout, which is what a request without deadline asks for
-)
+# A lock takes no infinite timeout, which is what a request without deadline asks for.
+_LONGEST_WAIT_S = 3600.0
 
 
 class Engine:
@@ -85,7 +83,8 @@ class Engine:
         self.context_len = min(limits.context_len, pools.full_pages.capacity * pools.page_size)
         self.waiting_reason = ""  # why the next request in line is not running; "" when none waits
         self._hold = ""
-        self._config = model.config
+        self._intake = Intake(model.config, pools.device, self.context_len)
+        self._eos_ids = model.config.eos_token_ids
         self._runner = ModelRunner(model, pools)
         self._pools = pools
         self._cache = cache
@@ -203,7 +202,7 @@ class Engine:
             request = command.request
             self._requests[request.request_id] = request
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
-            self._guarded(request, self._take_request)
+            self._guarded(request, self._intake.take)
             return
         if isinstance(command, Hold):
             self._hold = command.reason
@@ -215,63 +214,13 @@ class Engine:
         if isinstance(command, Drop):
             self._forget(known)
         else:
-            self._guarded(known, self._grow, command)
+            self._guarded(known, self._intake.grow, command)
 
     def _guarded(self, request: Request, act: Callable[..., None], *args: object) -> None:
         try:
             act(request, *args)
         except TransomError as error:
             self._fail(request, error)
-
-    def _take_request(self, request: Request) -> None:
-        vocab_size = self._config.vocab_size
-        check_sampling(request.sampling, vocab_size)
-        self._check_ids(request.prompt_ids + request.output_ids)
-        if request.host_kv is not None:
-            request.computed = request.host_kv.length
-        request.sampler = SamplerState(request.sampling, vocab_size, self._pools.device)
-        if request.prompt_complete:
-            self._complete_prompt(request)
-
-    def _grow(self, request: Request, extend: Extend) -> None:
-        config = self._config
-        begin = len(request.prompt_ids)
-        self._check_ids(extend.token_ids)
-        if extend.rows is not None and extend.offsets:
-            expected = len(extend.offsets), config.hidden_size
-            if tuple(extend.rows.shape) != expected:
-                raise TransomError(f"embeddings of shape {tuple(extend.rows.shape)}, expected {expected}")
-            positions = torch.tensor(extend.offsets) + begin
-            request.embeddings.append(EmbeddingRows(positions, extend.rows))
-            # KV of NaN would fail every later request that finds it: without its key nothing is cached.
-            content_key = extend.content_key if bool(torch.isfinite(extend.rows).all()) else ""
-            request.media_spans += [(begin + at, n, content_key) for at, n in _runs(extend.offsets)]
-        request.prompt_ids += extend.token_ids
-        self._check_context(request)
-        if extend.complete:
-            request.prompt_complete = True
-            self._complete_prompt(request)
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        vocab_size = self._config.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise TransomError(f"token ids {min(ids)} to {max(ids)}; the vocabulary has {vocab_size}")
-
-    def _check_context(self, request: Request) -> None:
-        if len(request.prompt_ids) >= self.context_len:
-            raise ContextLengthError(
-                f"the prompt has {len(request.prompt_ids)} tokens or more; at most {self.context_len} fit,"
-                " one output token included"
-            )
-
-    def _complete_prompt(self, request: Request) -> None:
-        self._check_context(request)
-        if not request.prompt_ids:
-            raise TransomError("the prompt is empty")
-        assert request.sampler is not None
-        request.sampler.observe_prompt(request.prompt_ids)
-        request.sampler.observe(request.output_ids)
-        request.max_tokens = min(request.sampling.max_tokens, self.context_len - len(request.prompt_ids))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -423,7 +372,7 @@ class Engine:
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.sampling
-        ends = token in self._config.eos_token_ids and not sampling.ignore_eos
+        ends = token in self._eos_ids and not sampling.ignore_eos
         if ends or token in sampling.stop_token_ids:
             return "stop"
         return "length" if len(request.output_ids) >= request.max_tokens else None
@@ -476,12 +425,6 @@ class Engine:
 
 def _has_host_kv(request: Request) -> bool:
     return request.host_kv is not None
-
-
-def _runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Return start and length of each run of consecutive, ascending offsets."""
-    cuts = [0, *(i for i in range(1, len(offsets)) if offsets[i] != offsets[i - 1] + 1), len(offsets)]
-    return [(offsets[low], high - low) for low, high in pairwise(cuts)]
 
 
 def _view(request: Request) -> RequestView:
