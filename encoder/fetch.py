@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
 
 from transom.encoder.config import EncoderConfig
 from transom.errors import MediaError
@@ -89,8 +90,13 @@ def is_public(text: str) -> bool:
     )
 
 
-def _host_of(parts: SplitResult) -> str:
-    return (parts.hostname or "").rstrip(".").lower()
+def _host_of(url: str) -> str:
+    """Return the host as the HTTP client will read it.
+
+    The client maps a host to ASCII first (IDNA, which turns fullwidth digits and ideographic stops into
+    plain ones), so that is what must be judged: `http://127\u30020\u30020\u30021/` is loopback.
+    """
+    return (URL(url).raw_host or "").rstrip(".").lower()
 
 
 def _is_numeric(host: str) -> bool:
@@ -122,6 +128,7 @@ def check_url(url: str, limits: FetchLimits) -> SplitResult:
     try:
         parts = urlsplit(url)
         port = parts.port
+        host = _host_of(url)
     except ValueError as error:
         raise MediaError(f"URL is malformed: {error}") from None
     scheme = parts.scheme.lower()
@@ -130,7 +137,6 @@ def check_url(url: str, limits: FetchLimits) -> SplitResult:
         raise MediaError(f"URL scheme {scheme[:20]!r} is not allowed; allowed: {allowed}")
     if parts.username is not None or parts.password is not None:
         raise MediaError("URL carries a user name or password")
-    host = _host_of(parts)
     if not host:
         raise MediaError("URL has no host")
     actual_port = port if port is not None else (443 if scheme == "https" else 80)
@@ -275,7 +281,7 @@ class Fetcher:
         assert self._session is not None
         for _ in range(self.limits.max_redirects + 1):
             check_url(url, self.limits)
-            async with self._session.get(url, allow_redirects=False) as response:
+            async with self._session.get(URL(url), allow_redirects=False) as response:
                 if response.status not in _REDIRECTS:
                     return await self._read(response)
                 location = response.headers.get("Location")

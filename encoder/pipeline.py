@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,27 @@ from transom.encoder.gate import CostGate, StageClock
 from transom.encoder.media import wire
 from transom.encoder.models.config import AudioConfig, ProcessorConfig
 from transom.encoder.preprocess import FramePreprocessor, MelStream
+from transom.errors import MediaError
 from transom.messages import MediaOptions
 
 T = TypeVar("T")
+
+
+class _PixelBounds(TypedDict):
+    min_pixels: int
+    max_pixels: int
+
+
+def _pixel_bounds(options: MediaOptions, low: int, high: int) -> _PixelBounds:
+    """Return the pixel budget of one picture or frame; `low` and `high` are the checkpoint's.
+
+    A client may ask for less than the checkpoint's largest, never for more: what a forward pass costs
+    grows faster than the pixels, and nobody else's item runs meanwhile.
+    """
+    if options.min_pixels is not None and options.min_pixels > high:
+        raise MediaError(f"min_pixels {options.min_pixels} is above the model's largest, {high}")
+    most = min(options.max_pixels or high, high)
+    return _PixelBounds(min_pixels=min(options.min_pixels or low, most), max_pixels=most)
 
 
 class Pipeline:
@@ -83,8 +101,7 @@ class Pipeline:
         cfg = self._processor
         return wire.ImageJob(
             factor=cfg.factor,
-            min_pixels=options.min_pixels or cfg.image_min_pixels,
-            max_pixels=options.max_pixels or cfg.image_max_pixels,
+            **_pixel_bounds(options, cfg.image_min_pixels, cfg.image_max_pixels),
             max_aspect_ratio=cfg.max_aspect_ratio,
             max_image_pixels=self.config.max_image_pixels,
             full_decode_pixels=self.config.full_decode_pixels,
@@ -108,8 +125,7 @@ class Pipeline:
         use_audio = options.use_audio is not False
         return wire.VideoJob(
             factor=cfg.factor,
-            min_pixels=options.min_pixels or cfg.video_min_pixels,
-            max_pixels=options.max_pixels or cfg.video_max_pixels,
+            **_pixel_bounds(options, cfg.video_min_pixels, cfg.video_max_pixels),
             total_max_pixels=cfg.video_total_max_pixels,
             max_aspect_ratio=cfg.max_aspect_ratio,
             max_image_pixels=self.config.max_image_pixels,

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from transom.errors import (
     AuthError,
@@ -92,6 +93,8 @@ async def read_body(
                 pieces.append(piece)
     except TimeoutError:
         raise BodyTimeoutError(f"the body was not complete after {timeout_s:g} s") from None
+    except (web.RequestPayloadError, HttpProcessingError):
+        raise RequestError("the body is not what its Content-Encoding or Transfer-Encoding says") from None
     return b"".join(pieces)
 
 

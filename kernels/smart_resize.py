@@ -29,6 +29,8 @@ def smart_resize(
     """
     if min(height, width) < 1:
         raise UnusableSizeError(f"picture of {width}x{height} pixels has no area")
+    if max_pixels < factor * factor:
+        raise UnusableSizeError(f"max_pixels {max_pixels} is below one token of {factor}x{factor} pixels")
     ratio = max(height, width) / min(height, width)
     if min(height, width) < factor:
         scale = factor / min(height, width)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import av
 import av.error
 import numpy as np
 import soxr
@@ -27,7 +26,6 @@ class _Resampler:
     def __init__(self, rate: int) -> None:
         self.rate = rate
         self._format: tuple[int, int] | None = None
-        self._to_float: Any = None
         self._stream: Any = None
 
     def push(self, frame: Any) -> Samples:
@@ -36,15 +34,12 @@ class _Resampler:
         if current != self._format:
             tail = self.flush()
             self._format = current
-            self._to_float = av.AudioResampler(format="fltp", layout=frame.layout, rate=frame.sample_rate)
             self._stream = None
             if frame.sample_rate != self.rate:
                 self._stream = soxr.ResampleStream(
                     frame.sample_rate, self.rate, current[1], dtype="float32", quality="HQ"
                 )
-        planes = [part.to_ndarray() for part in self._to_float.resample(frame)]
-        out = [tail, *(self._mono(plane.T) for plane in planes)]
-        return np.concatenate(out)
+        return np.concatenate((tail, self._mono(_to_float(frame))))
 
     def _mono(self, samples: Samples, last: bool = False) -> Samples:
         """(samples, channels) -> (samples,): each channel is resampled, then their mean."""
@@ -59,6 +54,22 @@ class _Resampler:
         if self._stream is None or self._format is None:
             return np.empty(0, np.float32)
         return self._mono(np.empty((0, self._format[1]), np.float32), last=True)
+
+
+def _to_float(frame: Any) -> Samples:
+    """Return (samples, channels) in -1 to 1.
+
+    Not by FFmpeg's resampler: in PyAV it crashes on tracks of many channels that have no named layout.
+    """
+    channels = len(frame.layout.channels)
+    raw: NDArray[Any] = frame.to_ndarray()
+    stored = raw.T if frame.format.is_planar else raw.reshape(-1, channels)
+    samples: Samples = stored.astype(np.float32)
+    if stored.dtype == np.uint8:
+        return (samples - np.float32(128)) / np.float32(128)
+    if stored.dtype.kind == "i":
+        return samples / np.float32(2.0 ** (8 * stored.dtype.itemsize - 1))
+    return samples
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:

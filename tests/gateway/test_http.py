@@ -85,6 +85,15 @@ async def test_a_body_that_never_ends_is_given_up(start_fleet: FleetFactory) -> 
     await writer.wait_closed()
 
 
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused(
+    fleet: ScriptedFleet, session: aiohttp.ClientSession
+) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with session.post(f"{fleet.url}/v1/chat/completions", data=b"junkjunk", headers=headers) as answer:
+        assert answer.status == 400
+        assert "Content-Encoding" in (await answer.json())["error"]["message"]
+
+
 async def test_wrong_paths_methods_types_and_models_are_openai_errors(
     fleet: ScriptedFleet, session: aiohttp.ClientSession
 ) -> None:

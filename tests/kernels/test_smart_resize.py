@@ -64,6 +64,11 @@ def test_limits_are_named_in_the_error():
         smart_resize(10, 0, **REAL)
 
 
+def test_a_budget_below_one_token_is_refused():
+    with pytest.raises(UnusableSizeError, match="max_pixels 1023 is below one token of 32x32"):
+        smart_resize(100, 100, factor=32, min_pixels=1, max_pixels=1023)
+
+
 def test_a_thin_picture_is_scaled_up_whatever_its_ratio():
     assert smart_resize(1, 1000, **REAL) == (32, 32000)
     assert smart_resize(1, 400_000, **REAL) == (32, 262144)

@@ -196,6 +196,16 @@ async def test_a_bad_item_fails_alone(client: openai.AsyncOpenAI) -> None:
     assert body["param"].startswith("messages[0].content[0]")
 
 
+async def test_a_pixel_budget_beyond_the_model_or_below_one_token_is_refused(
+    client: openai.AsyncOpenAI,
+) -> None:
+    for option, value in (("min_pixels", 16_000_000), ("max_pixels", 9)):
+        part = image(media.picture("red", "circle"))
+        part["image_url"][option] = value
+        with pytest.raises(openai.BadRequestError, match=f"{option} {value}"):
+            await answer(client, part, WHAT)
+
+
 async def test_pictures_beyond_the_training_data_are_not_guessed(client: openai.AsyncOpenAI) -> None:
     noise = np.random.default_rng(3).integers(0, 256, (128, 128, 3), dtype=np.uint8)
     buffer = io.BytesIO()

@@ -46,7 +46,7 @@ def pcm(samples: np.ndarray, rate: int) -> memoryview:
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 16000, 24000, 44100, 48000, 96000])
-@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("channels", [1, 2, 8, 12])
 def test_any_rate_equals_resampling_each_channel_then_mean(rate: int, channels: int, sound_job: Job) -> None:
     tracks = np.stack([tone(300 * (k + 1), 1.3, rate, 0.4) for k in range(channels)])
     got = whole(pcm(tracks, rate), sound_job())

@@ -65,6 +65,12 @@ def test_addresses_that_are_public(address: str) -> None:
         ("http://[fd00::1]/", "not a public address"),
         ("http://[::ffff:169.254.169.254]/latest/meta-data", "not a public address"),
         ("http://0.0.0.0/", "not a public address"),
+        # What a client maps to ASCII before it connects: circled and fullwidth digits, other full stops.
+        ("http://\u2460\u2461\u2466.0.0.1/a.png", "'127.0.0.1' is not a public address"),
+        ("http://\uff11\uff12\uff17.0.0.1/a.png", "'127.0.0.1' is not a public address"),
+        ("http://127\u30020\u30020\u30021/a.png", "'127.0.0.1' is not a public address"),
+        ("http://169.254.169\uff0e254/latest/", "'169.254.169.254' is not a public address"),
+        ("http://127.0.0.1\u3002/a.png", "'127.0.0.1' is not a public address"),
         ("http://exam ple.com/", "space"),
         ("http://example.com\\@127.0.0.1/", "backslash"),
         ("http://example.com/\r\nHost: evil", "control character"),
@@ -77,7 +83,17 @@ def test_urls_that_are_refused_unresolved(url: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["2130706433", "127.1", "0x7f.1", "0177.0.0.1", "localhost", "LOCALHOST", "localhost."]
+    "host",
+    [
+        "2130706433",
+        "127.1",
+        "0x7f.1",
+        "0177.0.0.1",
+        "\uff12130706433",
+        "localhost",
+        "LOCALHOST",
+        "localhost.",
+    ],
 )
 async def test_spellings_of_loopback_are_refused_by_what_they_resolve_to(host: str) -> None:
     fetcher = Fetcher(PUBLIC)
