@@ -32,6 +32,7 @@ class Pipeline:
         self.mark = uuid.uuid4().hex
         self._shm_before = set(_shm_entries())
         self._lines: list[str] = []
+        self._printed = threading.Condition()
         self._urls: queue.Queue[str | None] = queue.Queue()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "transom", "up", "--port", "0", *flags],
@@ -54,7 +55,9 @@ class Pipeline:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.append(line)
+            with self._printed:
+                self._lines.append(line)
+                self._printed.notify_all()
             if found := _READY.search(line):
                 self._urls.put(found.group(1))
         self._urls.put(None)
@@ -76,10 +79,9 @@ class Pipeline:
 
     def until_logged(self, text: str, limit_s: float = 60.0) -> None:
         """Wait until the pipeline has printed `text`."""
-        end = time.monotonic() + limit_s
-        while not any(text in line for line in self._lines):
-            assert time.monotonic() < end, f"no {text!r} within {limit_s} s:\n{self.log()}"
-            time.sleep(0.02)
+        with self._printed:
+            found = self._printed.wait_for(lambda: any(text in line for line in self._lines), limit_s)
+        assert found, f"no {text!r} within {limit_s} s:\n{self.log()}"
 
     def pids(self) -> list[int]:
         """Return all living processes of this pipeline, the supervisor included."""
