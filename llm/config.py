@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transom.config import StageConfig, setting
+from transom.llm.policies import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,18 @@ class LlmConfig(StageConfig):
     max_context_len: int = setting(0, "longest prompt plus output; 0: what the model allows", ge=0)
     max_batch_tokens: int = setting(512, "tokens computed in one step: the chunk of a long prompt", ge=1)
     max_running_requests: int = setting(64, "requests computed in one step", ge=1, le=65536)
+    schedule_policy: str = setting(
+        "fewest-uncached",
+        "who is computed next within a priority: fewest tokens left to compute with a credit for waiting,"
+        " first come first served, longest cached prefix, earliest deadline",
+        choices=POLICIES,
+    )
+    waiting_credit: int = setting(
+        2000,
+        "fewest-uncached: tokens of credit for each second a request waits; it is passed by shorter ones for"
+        " at most its tokens / this many seconds",
+        ge=1,
+    )
     max_waiting_tokens: int = setting(
         131072, "prompt tokens that may wait here; more are refused with 429", ge=1
     )

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -36,14 +35,8 @@ from transom.llm.request import (
 )
 from transom.llm.runner import ModelRunner, Step, pages_of
 from transom.llm.sampler import Draw
-from transom.llm.scheduler import (
-    FreePages,
-    Limits,
-    Plan,
-    RequestView,
-    first_come_first_served,
-    plan_step,
-)
+from transom.llm.scheduler import FreePages, Limits, Order, Plan, plan_step
+from transom.llm.views import look
 from transom.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -77,6 +70,7 @@ class Engine:
         limits: EngineLimits,
         emit: Callable[[list[Event]], None],
         *,
+        order: Order,
         cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -88,6 +82,7 @@ class Engine:
         self._runner = ModelRunner(model, pools)
         self._pools = pools
         self._cache = cache
+        self._order = order
         self._limits = limits
         self._policy_limits = Limits(
             limits.batch_tokens,
@@ -235,30 +230,23 @@ class Engine:
     def _plan(self) -> Plan:
         if not self._requests:
             self.waiting_reason = ""
-            return Plan((), (), {}, "")
+            return Plan((), (), {}, "", {})
         now = self._clock()
+        most = self._policy_limits.running_requests
         plan = plan_step(
-            *self._views(now), self._free_pages(), self._policy_limits, now_s=now, hold=self._hold
+            *look(self._requests, self._running, self._cache, self._order, most, now),
+            self._free_pages(),
+            self._policy_limits,
+            now_s=now,
+            order=self._order,
+            hold=self._hold,
         )
+        if self._cache is not None:
+            self._cache.follow(plan.follows)
         if plan.waiting_reason != self.waiting_reason:
             self.waiting_reason = plan.waiting_reason
             logger.debug("waiting: %s", plan.waiting_reason or "nobody")
         return plan
-
-    def _views(self, now_s: float) -> tuple[list[RequestView], list[RequestView]]:
-        """Return the running and the waiting requests as the policy sees them, what is cached included."""
-        cache, requests = self._cache, self._requests
-        if cache is not None:
-            for request in self._running.values():
-                cache.catch_up(request)
-        running = [_view(r) for r in self._running.values()]
-        waiting = [_view(r) for r in requests.values() if r.request_id not in self._running]
-        if cache is None:
-            return running, waiting
-        line = (cache.refine(requests[v.request_id], v) for v in first_come_first_served(waiting, now_s))
-        # A step admits no more than this: the tree is not asked about those behind.
-        first = islice((view for view in line if view.ready_len), self._policy_limits.running_requests)
-        return [cache.refine(requests[v.request_id], v) for v in running], list(first)
 
     def _free_pages(self) -> FreePages:
         if self._cache is not None:
@@ -425,18 +413,3 @@ class Engine:
 
 def _has_host_kv(request: Request) -> bool:
     return request.host_kv is not None
-
-
-def _view(request: Request) -> RequestView:
-    kv = request.kv
-    return RequestView(
-        request_id=request.request_id,
-        arrived_s=request.arrived_s,
-        priority=request.priority,
-        stored_len=request.computed,
-        known_len=request.known_len,
-        ready_len=request.ready_len,
-        decoding=request.decoding,
-        full_pages=kv.count if kv else 0,
-        swa_pages=kv.swa_count if kv else 0,
-    )

@@ -7,9 +7,10 @@ short. Knows neither model nor sockets. Requests only ever read the pages that t
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -18,12 +19,12 @@ from transom.llm.capacity import pages_for
 from transom.llm.pools import DualPools, Pages, RequestKV
 from transom.llm.radix.contract import NO_PAGES, Lock, Match
 from transom.llm.radix.integrity import PoolCounts
-from transom.llm.radix.keys import Key, build_key, namespace_of
+from transom.llm.radix.keys import TOKEN_BYTES, Key, build_key, namespace_of, shared_len
 from transom.llm.radix.node import Node
 from transom.llm.radix.retention import RetentionPolicy, Window, complement, plan_retention, turn_ends
 from transom.llm.radix.tree import RadixTree
 from transom.llm.request import Request
-from transom.llm.scheduler import FreePages, RequestView
+from transom.llm.scheduler import Follow, FreePages, RequestView
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class PrefixCache:
             max_extra_tokens=min(_MAX_EXTRA_TOKENS, pools.plan.swa_tokens // _EXTRA_SHARE),
         )
         self._entries: dict[str, _Entry] = {}
+        self._followers: frozenset[str] = frozenset()
+        self._shared: dict[tuple[str, str], tuple[Key, Key, int]] = {}  # of the last step
 
     @classmethod
     def where_it_fits(cls, pools: DualPools, model: str, turn_end_ids: Sequence[int]) -> PrefixCache | None:
@@ -114,11 +117,49 @@ class PrefixCache:
         return replace(
             view,
             stored_len=match.length,
-            ready_len=request.known_len - match.length,
+            ready_len=request.ready_from(match.length),
             full_pages=full // self._page,
             swa_pages=swa // self._page,
             shared_pages=(match.length - full) // self._page,
         )
+
+    def guess(self, request: Request) -> int:
+        """Return how many tokens of a waiting request were stored or cached when it was last looked at."""
+        if request.host_kv is not None:
+            return request.computed
+        entry = self._entry(request)
+        if entry.match is None or entry.key_of != _state(request):
+            self._match(request, entry)
+        return entry.match.length if entry.match is not None else 0
+
+    def shares(self, requests: Sequence[Request]) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Return for each prompt which others begin alike, with the tokens it could take over from them."""
+        alike: dict[tuple[str, bytes], list[tuple[str, Key]]] = defaultdict(list)
+        for request in requests:
+            entry = self._entry(request)
+            if request.host_kv is None and (key := self._key(request, entry)) is not None:
+                first_page = key.raw[: self._page * TOKEN_BYTES]
+                alike[entry.namespace, first_page].append((request.request_id, key))
+        known, self._shared = self._shared, {}
+        found: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for group in alike.values():
+            for (one, one_key), (other, other_key) in combinations(group, 2):
+                memo = known.get((one, other))
+                if memo is None or memo[0] is not one_key or memo[1] is not other_key:
+                    memo = one_key, other_key, shared_len(one_key, other_key)
+                self._shared[one, other] = memo
+                for name, key, of in ((one, one_key, other), (other, other_key, one)):
+                    found[name].append((of, min(memo[2], len(key) - 1) // self._page * self._page))
+        return {name: tuple(shared) for name, shared in found.items()}
+
+    def follow(self, follows: Mapping[str, Follow]) -> None:
+        """See to it that the leaders keep a window where their followers will start."""
+        self._followers = frozenset(follows)
+        for follow in follows.values():
+            entry = self._entries[follow.leader]
+            if follow.tokens not in entry.branch_points and entry.key is not None:
+                entry.branch_points.append(follow.tokens)
+                self._plan(entry, len(entry.key))
 
     # The life of a request's pages.
 
@@ -132,9 +173,10 @@ class PrefixCache:
             self._start_from(request, entry, match)
 
     def catch_up(self, request: Request) -> None:
-        """Let a running prompt that has grown skip what is cached of its new part."""
+        """Let a running prompt that has grown, or followed another, skip what is cached meanwhile."""
         entry = self._entry(request)
-        if request.kv is None or entry.lock is None or entry.broken or entry.key_of == _state(request):
+        news = entry.key_of != _state(request) or request.request_id in self._followers
+        if request.kv is None or entry.lock is None or entry.broken or not news:
             return
         match = self._match(request, entry)
         if match is None or match.length <= request.computed:
@@ -251,17 +293,21 @@ class PrefixCache:
 
     def _match(self, request: Request, entry: _Entry) -> Match | None:
         """Return the longest cached prefix of what is known of the prompt; None if it can't be cached."""
+        key = self._key(request, entry)
+        if key is None:
+            return None
+        if entry.match is None or entry.match.epoch != self._tree.store.epoch:
+            # All but the last token, which must be computed as the first output comes from it.
+            entry.match = self._tree.match(key)
+        return entry.match
+
+    def _key(self, request: Request, entry: _Entry) -> Key | None:
+        """Return the key of what is known of the prompt; None if it can't be cached."""
         state = _state(request)
         if entry.key_of != state and not entry.broken:
             self._build_key(request, entry)
             entry.key_of, entry.match = state, None
-        if entry.key is None:
-            return None
-        if entry.match is None or entry.match.epoch != self._tree.store.epoch:
-            # The last token of a prompt must be computed, as the first output comes from it.
-            limit = len(entry.key) - int(request.prompt_complete)
-            entry.match = self._tree.match(entry.key, limit)
-        return entry.match
+        return entry.key
 
     def _build_key(self, request: Request, entry: _Entry) -> None:
         ids = np.array(request.prompt_ids, np.int64)

@@ -60,7 +60,15 @@ class Request:
     @property
     def ready_len(self) -> int:
         """Tokens that could be computed now."""
-        return self.known_len - self.computed
+        return self.ready_from(self.computed)
+
+    def ready_from(self, position: int) -> int:
+        """Return the tokens that could be computed from `position` on.
+
+        The last known one of a prompt that may grow is kept back: were it the last of all, it would have to
+        be computed once more for the first output token.
+        """
+        return max(self.known_len - position - (not self.prompt_complete), 0)
 
     @property
     def decoding(self) -> bool:

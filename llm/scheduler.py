@@ -1,6 +1,6 @@
-"""Decides what an engine computes next: pure functions over plain data, the same in server, tests, simulator.
+"""Decides what an engine computes next: a pure function of plain data, the same in server, tests, simulator.
 
-Knows no torch, no clock of its own and no pools: only page counts.
+Knows no torch, no clock of its own and no pools: only page counts. In what order is for transom.llm.policies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class RequestView:
     `stored_len` tokens have KV: in the pools when it has pages there, else in host memory. `known_len` counts
     all tokens known so far, `ready_len` those that could be computed now. Of a running request `full_pages`
     and `swa_pages` are what its retraction gives back; those of a waiting one are cached pages that count as
-    free until its admission. `shared_pages` are cached pages which others keep in use anyway.
+    free until its admission. `shared_pages` are cached pages which others keep in use anyway. `shares` names
+    other prompts in work with the number of leading tokens in common that a cache could hand on.
     """
 
     request_id: str
@@ -29,6 +30,8 @@ class RequestView:
     full_pages: int
     swa_pages: int
     shared_pages: int = 0
+    deadline_s: float = float("inf")
+    shares: tuple[tuple[str, int], ...] = ()
 
     @property
     def table_pages(self) -> int:
@@ -55,6 +58,14 @@ class FreePages:
 
 
 @dataclass(frozen=True, slots=True)
+class Follow:
+    """A request that is not computed because `leader` is about to compute `tokens` tokens of its prompt."""
+
+    leader: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step, to be done in this order: retract, admit, compute `steps` (request id -> tokens)."""
 
@@ -62,14 +73,10 @@ class Plan:
     admit: tuple[str, ...]
     steps: dict[str, int]
     waiting_reason: str  # why the next request in line is not admitted; "" when none waits
+    follows: dict[str, Follow]
 
 
 Order = Callable[[Sequence[RequestView], float], list[RequestView]]
-
-
-def first_come_first_served(views: Sequence[RequestView], now_s: float) -> list[RequestView]:
-    """Return `views` with the higher priority first, then the older."""
-    return sorted(views, key=lambda view: (-view.priority, view.arrived_s))
 
 
 def plan_step(
@@ -79,27 +86,37 @@ def plan_step(
     limits: Limits,
     *,
     now_s: float,
+    order: Order,
     hold: str = "",
-    order: Order = first_come_first_served,
 ) -> Plan:
-    """Plan the next step; running requests come before waiting ones, decoding before prefill.
+    """Plan the next step: decoding requests first, then prompts in `order`, running or not.
 
-    When pages run out the last in order are retracted. As long as each request alone fits the pools, the
-    first in order always advances, hence so does everyone in the end. `hold` is a reason to admit nobody.
+    When pages run out the last in order are retracted; for a request of higher priority also when it would
+    have to wait. As long as each request alone fits the pools, the first in order always advances, hence so
+    does everyone in the end. `hold` is a reason to admit nobody.
     """
     step = _Step(order(running, now_s), free, limits)
-    step.decode()
-    step.prefill()
     line = [view for view in order(waiting, now_s) if view.ready_len > 0]
+    if line and not hold:
+        step.make_way(line[0])
+    step.decode()
     reason = hold
-    if step.retracted:
+    if step.ran_out:
         reason = reason or f"pages ran out: {len(step.retracted)} requests were retracted"
-    if not reason:
-        reason = step.admit(line)
-        if reason and step.idle:
-            # Requests that wait for embeddings hold the pages which this one needs now.
-            step.retract_last()
-    return Plan(tuple(step.retracted), tuple(step.admitted), step.tokens, reason if line else "")
+    prompts = [v for v in step.alive if not v.decoding and v.ready_len > 0]
+    reason = step.walk(order([*prompts, *line], now_s), reason)
+    if not step.tokens and prompts:
+        step.free_the_first(prompts)
+    elif not step.tokens and line and step.alive and not hold:
+        # Requests that wait for embeddings hold the pages which the first in line needs now.
+        step.retract_last()
+    return Plan(
+        tuple(step.retracted),
+        tuple(step.admitted),
+        step.tokens,
+        reason if len(step.admitted) < len(line) else "",
+        step.follows,
+    )
 
 
 class _Step:
@@ -110,9 +127,27 @@ class _Step:
         self.full, self.swa = free.full, free.swa
         self.budget = limits.batch_tokens
         self.limits = limits
+        self.claimed = 0
         self.tokens: dict[str, int] = {}
         self.retracted: list[str] = []
         self.admitted: list[str] = []
+        self.follows: dict[str, Follow] = {}
+        self.ran_out = False
+        self._computing: dict[str, RequestView] = {}  # prompts that advance in this step
+
+    def make_way(self, view: RequestView) -> None:
+        """Retract requests of lower priority, the last in order first, if that lets `view` in."""
+        self.claimed = sum(self._claim(v) for v in self.alive)
+        lower = [v for v in self.alive if v.priority < view.priority]
+        if not lower or not self._lacks(view):
+            return
+        full, swa, alive, retracted = self.full, self.swa, list(self.alive), list(self.retracted)
+        for victim in reversed(lower):
+            self._retract(victim)
+            self.claimed -= self._claim(victim)
+            if not self._lacks(view):
+                return
+        self.full, self.swa, self.alive, self.retracted = full, swa, alive, retracted
 
     def decode(self) -> None:
         """One token for each decoding request; when pages run out the last in order make room."""
@@ -121,60 +156,102 @@ class _Step:
                 return
             while view in self.alive and not self._fits(view, 1):
                 self._retract(next(v for v in reversed(self.alive) if v.request_id not in self.tokens))
+                self.ran_out = True
             if view in self.alive:
                 self._take(view, 1)
 
-    def prefill(self) -> None:
-        """Spend the rest of the budget on prompts that are under way."""
-        ready = [v for v in self.alive if not v.decoding and v.ready_len > 0]
-        for view in ready:
-            if self._room:
-                self._take(view, self._affordable(view))
-        if ready and not self.tokens:
-            # All pages are held by prompts that can't go on: the first one gets those of the last ones.
-            head = ready[0]
-            while not self._affordable(head) and len(self.alive) > 1:
-                self._retract(next(v for v in reversed(self.alive) if v is not head))
-            self._take(head, self._affordable(head))
+    def walk(self, prompts: Sequence[RequestView], reason: str) -> str:
+        """Spend the rest of the budget on prompts in order, admitting those in line until one does not fit.
 
-    def admit(self, line: Sequence[RequestView]) -> str:
-        """Take requests into the step in order until one does not fit; return why not."""
-        active = sum(v.decoding or v.ready_len > 0 for v in self.alive)
+        `reason` is why nobody may be admitted; return why one was not.
+        """
         # Running prompts keep a claim on the pages they still need, and each decoding request on one more:
         # otherwise what is admitted now is retracted soon after.
-        claimed = sum(self._claim(v) for v in self.alive)
-        for view in line:
-            if active >= self.limits.running_requests:
-                return f"{active} of {self.limits.running_requests} requests are running"
-            if self.budget <= 0:
-                return f"the step's {self.limits.batch_tokens} tokens are spent"
-            spare = self.full - (claimed if self.alive or self.admitted else 0) - view.full_pages
-            wanted = self._pages(max(view.known_len, view.stored_len + 1)) - view.table_pages
-            if wanted > spare:
-                return f"full pool: {wanted} pages wanted, {max(spare, 0)} spare"
-            self._occupy(view, 1)
-            count = 1 if view.stored_len and not view.table_pages else self._affordable(view)
-            if not count or not self._fits(view, count):
-                self._occupy(view, -1)
-                need = self._need(view, 1)[1] + view.swa_pages
-                return f"SWA pool: {need} pages wanted, {self.swa} free"
-            self.admitted.append(view.request_id)
-            active += 1
-            self._take(view, count)
-            claimed += wanted - self._need(view, count)[0] + int(view.decoding)
+        self.claimed = sum(self._claim(v) for v in self.alive)
+        running = {view.request_id for view in self.alive}
+        followed = ""
+        for view in prompts:
+            if (follow := self._leader_of(view)) is not None:
+                self.follows[view.request_id] = follow
+                followed = followed or f"{follow.leader} is computing {follow.tokens} tokens that it shares"
+            elif view.request_id not in running:
+                reason = reason or self._admit(view)
+            elif self._room:
+                count = self._affordable(view)
+                self.claimed -= self._need(view, count)[0] if count else 0
+                self._compute(view, count)
+        return reason or followed
+
+    def free_the_first(self, prompts: Sequence[RequestView]) -> None:
+        """All pages are held by prompts that can't go on: the first one gets those of the last ones."""
+        head = prompts[0]
+        while not self._affordable(head) and len(self.alive) > 1:
+            self._retract(next(v for v in reversed(self.alive) if v is not head))
+        self._take(head, self._affordable(head))
+
+    def retract_last(self) -> None:
+        self._retract(self.alive[-1])
+
+    def _leader_of(self, view: RequestView) -> Follow | None:
+        """Return whom to wait for: a prompt of this step that will compute what `view` lacks.
+
+        Less than a window, such as the head of a chat template, is not worth a step's wait.
+        """
+        for other, tokens in view.shares:
+            leader = self._computing.get(other)
+            if (
+                leader is not None
+                and view.stored_len <= leader.stored_len < tokens
+                and tokens >= max(self.limits.window, view.stored_len + self.limits.page_size)
+            ):
+                return Follow(other, tokens)
+        return None
+
+    def _admit(self, view: RequestView) -> str:
+        """Take a request into the step; return why not."""
+        if len(self.tokens) >= self.limits.running_requests:
+            return f"{len(self.tokens)} of {self.limits.running_requests} requests are running"
+        if self.budget <= 0:
+            return f"the step's {self.limits.batch_tokens} tokens are spent"
+        if lack := self._lacks(view):
+            return lack
+        wanted = self._wanted(view)
+        self._occupy(view, 1)
+        count = self._first_count(view)
+        self.claimed += wanted - self._need(view, count)[0] + int(view.decoding)
+        self.admitted.append(view.request_id)
+        self._compute(view, count)
         return ""
+
+    def _lacks(self, view: RequestView) -> str:
+        """Say which pages a waiting request would need and can't have; "" when it fits."""
+        claimed = self.claimed if self.alive or self.admitted else 0
+        spare = self.full - claimed - view.full_pages
+        wanted = self._wanted(view)
+        if wanted > spare:
+            return f"full pool: {wanted} pages wanted, {max(spare, 0)} spare"
+        self._occupy(view, 1)
+        count = self._first_count(view)
+        fits = count > 0 and self._fits(view, count)
+        self._occupy(view, -1)
+        if fits:
+            return ""
+        return f"SWA pool: {self._need(view, 1)[1] + view.swa_pages} pages wanted, {self.swa} free"
+
+    def _wanted(self, view: RequestView) -> int:
+        return self._pages(max(view.known_len, view.stored_len + 1)) - view.table_pages
+
+    def _first_count(self, view: RequestView) -> int:
+        return 1 if view.stored_len and not view.table_pages else self._affordable(view)
+
+    def _compute(self, view: RequestView, count: int) -> None:
+        if count > 0:
+            self._take(view, count)
+            self._computing[view.request_id] = view
 
     @property
     def _room(self) -> bool:
         return self.budget > 0 and len(self.tokens) < self.limits.running_requests
-
-    @property
-    def idle(self) -> bool:
-        """Nothing can be computed although requests hold pages."""
-        return not self.tokens and bool(self.alive)
-
-    def retract_last(self) -> None:
-        self._retract(self.alive[-1])
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.limits.page_size)

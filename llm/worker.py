@@ -24,6 +24,7 @@ from transom.llm.config import LlmConfig, PrefillConfig
 from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.loader import load_language_model
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import Event
@@ -102,7 +103,8 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
     cache = None
     if isinstance(config, PrefillConfig) and config.prefix_cache:
         cache = PrefixCache.where_it_fits(pools, config.model, model.config.eos_token_ids)
-    return Engine(model, pools, limits, emit, cache=cache), model
+    order = make_order(config.schedule_policy, config.waiting_credit)
+    return Engine(model, pools, limits, emit, order=order, cache=cache), model
 
 
 class LlmStage(Stage):

@@ -14,9 +14,11 @@ from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.attention import PackedAttention
 from transom.llm.model.config import MiMoV2Config
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import Event, FailedEvent, PrefilledEvent, Request, Start, TokenEvent
+from transom.llm.scheduler import Order
 from transom.messages import Sampling
 
 WINDOW = 9
@@ -165,13 +167,20 @@ class Harness:
         pools: DualPools,
         clock: Callable[[], float],
         cached: bool,
+        order: Order,
         **limits: int,
     ) -> None:
         bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
         self.pools = pools
         self.cache = PrefixCache(pools, "tiny", (TURN_END,)) if cached else None
         self.engine = Engine(
-            model, pools, EngineLimits(**{**bounds, **limits}), self._take, cache=self.cache, clock=clock
+            model,
+            pools,
+            EngineLimits(**{**bounds, **limits}),
+            self._take,
+            order=order,
+            cache=self.cache,
+            clock=clock,
         )
         self.tokens: dict[str, list[int]] = {}
         self.events: list[Event] = []
@@ -235,9 +244,10 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         page_size: int = 4,
         clock: Callable[[], float] = lambda: 0.0,
         cached: bool = False,
+        policy: str = "fewest-uncached",
         **limits: int,
     ) -> Harness:
         pools = make_pools(model.config, full=full, swa=swa, page_size=page_size)
-        return Harness(model, pools, clock, cached, **limits)
+        return Harness(model, pools, clock, cached, make_order(policy, 10.0), **limits)
 
     return make

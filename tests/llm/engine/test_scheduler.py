@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom.llm.scheduler import FreePages, Limits, RequestView, first_come_first_served, plan_step
+from transom.errors import ConfigError
+from transom.llm.policies import POLICIES, fewest_uncached_first, first_come_first_served, make_order
+from transom.llm.scheduler import Follow, FreePages, Limits, Order, Plan, RequestView
+from transom.llm.scheduler import plan_step as plan_step_in_order
 
 PAGE_SIZE, WINDOW = 4, 9
 
 
 def pages(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
+
+
+def plan_step(*args: Any, order: Order = first_come_first_served, **more: Any) -> Plan:
+    return plan_step_in_order(*args, order=order, **more)
 
 
 @dataclass
@@ -33,6 +42,9 @@ class Simulated:
     out: int = 0
     full: int = 0
     swa: int = 0
+    priority: int = 0
+    first_s: float = -1.0  # when its first token came
+    shares: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def decoding(self) -> bool:
@@ -42,13 +54,23 @@ class Simulated:
         known = self.known_prompt + self.out
         ready = known - self.stored
         return RequestView(
-            self.name, self.arrived_s, 0, self.stored, known, ready, self.decoding, self.full, self.swa
+            self.name,
+            self.arrived_s,
+            self.priority,
+            self.stored,
+            known,
+            ready,
+            self.decoding,
+            self.full,
+            self.swa,
+            shares=tuple(self.shares.items()),
         )
 
 
 class Simulation:
-    def __init__(self, full: int, swa: int, limits: Limits) -> None:
+    def __init__(self, full: int, swa: int, limits: Limits, order: Order = first_come_first_served) -> None:
         self.limits = limits
+        self.order = order
         self.capacity = FreePages(full, swa)
         self.requests: dict[str, Simulated] = {}
         self.running: list[str] = []
@@ -70,6 +92,7 @@ class Simulation:
             self.free(),
             self.limits,
             now_s=self.now_s,
+            order=self.order,
         )
         for name in plan.retract:
             request = self.requests[name]
@@ -102,6 +125,7 @@ class Simulation:
         request.swa = min(request.swa, request.full - max(request.stored - WINDOW + 1, 0) // PAGE_SIZE)
         if request.known_prompt == request.prompt_len and request.stored == request.prompt_len + request.out:
             request.out += 1
+            request.first_s = self.now_s if request.first_s < 0 else request.first_s
             if request.out == request.output_len or request.hands_off:
                 self.finished.append(request.name)
                 self.running.remove(request.name)
@@ -115,18 +139,28 @@ shapes = st.lists(
 )
 
 
-@given(shapes, st.integers(25, 60), st.integers(8, 30), st.integers(1, 40), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    shapes, st.integers(25, 60), st.integers(8, 30), st.integers(1, 40), st.integers(1, 6), st.integers(1, 3)
+)
+@settings(max_examples=40, deadline=None)
 def test_everyone_gets_through_in_any_memory(
-    shapes: list[tuple[int, int, bool, int]], full: int, swa: int, batch_tokens: int, running: int
+    policy: str,
+    shapes: list[tuple[int, int, bool, int]],
+    full: int,
+    swa: int,
+    batch_tokens: int,
+    running: int,
+    priorities: int,
 ) -> None:
     """Each request alone fits; together they may need many times the pools. Prompts arrive in two parts."""
     limits = Limits(batch_tokens, min(running, batch_tokens), PAGE_SIZE, WINDOW)
-    simulation = Simulation(full, swa, limits)
+    simulation = Simulation(full, swa, limits, make_order(policy, 5.0))
     late: dict[int, list[Simulated]] = {}
     for i, (prompt_len, output_len, hands_off, delay) in enumerate(shapes):
         known = prompt_len if delay == 0 else prompt_len // 2
         request = Simulated(f"r{i}", float(i), prompt_len, output_len, hands_off, known)
+        request.priority = i % priorities
         simulation.requests[request.name] = request
         late.setdefault(delay, []).append(request)
     idle = 0
@@ -196,14 +230,118 @@ def test_what_was_admitted_keeps_a_claim_on_the_rest_of_its_pages() -> None:
     assert plan.waiting_reason == "full pool: 10 pages wanted, 2 spare"
 
 
-def test_priority_goes_before_age() -> None:
-    views = [view("old"), view("young", arrived_s=5.0), view("urgent", arrived_s=9.0, priority=1)]
-    assert [v.request_id for v in first_come_first_served(views, 10.0)] == ["urgent", "old", "young"]
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("fcfs", ["urgent", "long", "cached", "short"]),
+        ("fewest-uncached", ["urgent", "cached", "short", "long"]),
+        ("longest-prefix", ["urgent", "cached", "long", "short"]),
+        ("deadline", ["urgent", "short", "long", "cached"]),
+    ],
+)
+def test_orders(policy: str, expected: list[str]) -> None:
+    views = [
+        view("long", known_len=500, deadline_s=90.0),
+        view("cached", arrived_s=5.0, known_len=500, stored_len=490),
+        view("short", arrived_s=6.0, known_len=40, deadline_s=20.0),
+        view("urgent", arrived_s=9.0, known_len=900, priority=1),
+    ]
+    order = make_order(policy, 10.0)
+    assert [v.request_id for v in order(views, 10.0)] == expected
+    with pytest.raises(ConfigError, match="schedule_policy 'best'"):
+        make_order("best", 1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), min_size=1, max_size=40),
+    st.integers(20, 400),
+    st.sampled_from([0.5, 2.0, 8.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_wait_of_a_long_prompt_is_bounded(
+    shorts: list[tuple[int, int]], long_len: int, credit: float
+) -> None:
+    """Whoever arrives more than tokens / credit after it never comes first, however short and many they are.
+
+    Hence it ends at the latest when its own tokens and those of all who came before are computed.
+    """
+    batch = 16
+    simulation = Simulation(
+        10_000, 10_000, Limits(batch, batch, PAGE_SIZE, WINDOW), fewest_uncached_first(credit)
+    )
+    arrivals = [
+        (at, Simulated(f"r{i}", float(at), length, 1, True, length)) for i, (at, length) in enumerate(shorts)
+    ]
+    long = Simulated("long", 0.0, long_len, 1, True, long_len)
+    simulation.requests["long"] = long
+    last_to_pass = long_len / credit
+    while long.first_s < 0:
+        for at, request in arrivals:
+            if at == simulation.now_s:
+                simulation.requests[request.name] = request
+        simulation.step()
+        if long.stored < long.prompt_len:
+            assert not any(r.stored for at, r in arrivals if at > last_to_pass)
+    ahead = sum(r.prompt_len for at, r in arrivals if at <= min(last_to_pass, long.first_s))
+    # A step that begins empty-handed computes less than a batch: at most one for each arrival.
+    assert long.first_s <= last_to_pass + 1 + (long_len + ahead) / batch + len(arrivals)
+
+
+def test_short_prompts_pass_a_long_one_under_way() -> None:
+    long = view("long", known_len=16_000, stored_len=512, ready_len=15_488, full_pages=128, swa_pages=10)
+    short = view("short", arrived_s=1.0, known_len=12, ready_len=12)
+    plans = [
+        plan_step([long], [short], FreePages(9999, 9999), LIMITS, now_s=1.0, order=make_order(policy, 100.0))
+        for policy in ("fewest-uncached", "fcfs")
+    ]
+    assert [plan.steps for plan in plans] == [{"short": 12, "long": 4}, {"long": 16}]
+    waited = replace(long, arrived_s=-200.0)
+    order = make_order("fewest-uncached", 100.0)
+    plan = plan_step([waited], [short], FreePages(9999, 9999), LIMITS, now_s=1.0, order=order)
+    assert plan.steps == {"long": 16}
+    assert plan.waiting_reason == "the step's 16 tokens are spent"
+
+
+def test_higher_priority_takes_the_pages_of_lower_ones() -> None:
+    running = [
+        view(
+            name,
+            arrived_s=at,
+            stored_len=17,
+            known_len=18,
+            ready_len=1,
+            decoding=True,
+            full_pages=5,
+            swa_pages=5,
+        )
+        for name, at in (("old", 0.0), ("young", 1.0))
+    ]
+    urgent = view("urgent", arrived_s=2.0, priority=1)
+    plan = plan_step(running, [urgent], FreePages(1, 1), LIMITS, now_s=3.0)
+    assert (plan.retract, plan.admit, plan.waiting_reason) == (("young",), ("urgent",), "")
+    equal = plan_step(running, [replace(urgent, priority=0)], FreePages(1, 1), LIMITS, now_s=3.0)
+    assert (equal.retract, equal.admit) == ((), ())
+    hopeless = plan_step(running, [replace(urgent, known_len=80)], FreePages(1, 1), LIMITS, now_s=3.0)
+    assert (hopeless.retract, hopeless.admit) == ((), ())
+
+
+def test_prompts_that_begin_alike_follow_the_first() -> None:
+    first = view("first", known_len=40, ready_len=40, shares=(("second", 20), ("other", 8)))
+    second = view("second", arrived_s=1.0, known_len=30, ready_len=30, shares=(("first", 20), ("other", 8)))
+    other = view("other", arrived_s=2.0, shares=(("first", 8), ("second", 8)))
+    wide = Limits(64, 4, PAGE_SIZE, WINDOW)
+    plan = plan_step([], [first, second, other], FreePages(99, 99), wide, now_s=3.0)
+    # What is shared with the third one is less than a window: it would wait longer than it saves.
+    assert plan.steps == {"first": 40, "other": 10}
+    assert plan.follows == {"second": Follow("first", 20)}
+    assert plan.waiting_reason == "first is computing 20 tokens that it shares"
+    parked = replace(first, ready_len=0, stored_len=5, full_pages=2, swa_pages=2)
+    assert plan_step([parked], [second], FreePages(99, 99), wide, now_s=3.0).steps == {"second": 30}
 
 
 def test_the_policy_needs_no_torch() -> None:
     code = (
-        "import sys, transom.llm.scheduler, transom.llm.config, transom.llm.capacity, transom.llm.prompt;"
+        "import sys, transom.llm.policies, transom.llm.config, transom.llm.capacity, transom.llm.prompt;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
