@@ -39,6 +39,9 @@ class GatewayConfig(StageConfig):
     max_buffered_mb: int = setting(1024, "size of all request bodies held at once", ge=1, le=1_048_576)
     max_media_items: int = setting(64, "media items of one request", ge=0, le=4096)
     max_media_mb: int = setting(48, "decoded size of one inline media item", ge=1, le=4096)
+    max_embedding_mb: int = setting(
+        16, "embeddings of one item that /v1/media/embeddings gives out", ge=1, le=4096
+    )
     max_choices: int = setting(8, "choices (n) of one request", ge=1, le=128)
     max_inflight: int = setting(512, "choices in work at once; more get 429", ge=1, le=1_000_000)
     max_queue_tokens: int = setting(

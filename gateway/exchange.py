@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ import msgspec
 
 from transom.errors import DeadlineError, OverloadedError, StageLostError
 from transom.gateway.admission import Admission
+from transom.gateway.embeddings import LiveEmbedding
 from transom.gateway.fleet import Fleet
 from transom.gateway.prompt import Prompt
 from transom.gateway.requests import LiveRequest, RequestTable, Work
@@ -174,21 +175,8 @@ class Dispatcher:
         priority: int,
     ) -> None:
         for number, one in enumerate(attachments):
-            item = one.item
-            job = EncodeJob(
-                request_id=live.request_id,
-                item_index=number,
-                param=item.param,
-                modality=item.modality,
-                routing_key=one.routing_key,
-                url=item.url,
-                options=item.options,
-                deadline_s=deadline_s,
-                gateway=self._inbox,
-                reply_to=live.prefill.address,
-            )
-            frames = () if item.data is None else (item.data,)
-            self._fleet.send(live.encoders[number].address, job, frames)
+            address = live.encoders[number].address
+            self._send_item(address, live.request_id, number, one, live.prefill.address, deadline_s)
         self._fleet.send(
             live.prefill.address,
             PrefillJob(
@@ -202,6 +190,56 @@ class Dispatcher:
                 priority=priority,
             ),
         )
+
+    def _send_item(
+        self, address: str, request_id: str, number: int, one: Attachment, taker: str, deadline_s: float
+    ) -> None:
+        """Send an item to an encoder; `taker` is the inbox that gets its embeddings."""
+        item = one.item
+        job = EncodeJob(
+            request_id=request_id,
+            item_index=number,
+            param=item.param,
+            modality=item.modality,
+            routing_key=one.routing_key,
+            url=item.url,
+            options=item.options,
+            deadline_s=deadline_s,
+            gateway=self._inbox,
+            reply_to=taker,
+        )
+        self._fleet.send(address, job, () if item.data is None else (item.data,))
+
+    @contextmanager
+    def open_embedding(
+        self,
+        request_id: str,
+        one: Attachment,
+        *,
+        timeout_s: float,
+        max_bytes: int,
+        grow: Callable[[int], None],
+    ) -> Iterator[LiveEmbedding]:
+        """Send one item to its encoder, with this gateway as the taker; on leaving give back all room."""
+        tokens = _TYPICAL_TOKENS[one.item.modality]
+        with self._admission.hold(1, tokens):
+            work = Work(self._fleet.choose_encoder(one.routing_key), "encoder", tokens)
+            live = LiveEmbedding(
+                request_id=request_id,
+                work=work,
+                max_bytes=max_bytes,
+                grow=grow,
+                release=self._fleet.release,
+            )
+            self._fleet.take(work.address, work.tokens)
+            self._table.add(live)
+            try:
+                deadline_s = time.time() + timeout_s
+                self._send_item(work.address, request_id, 0, one, self._inbox, deadline_s)
+                yield live
+            finally:
+                self._table.remove(live)
+                live.close(self.abort)
 
     def abort(self, address: str, message: Abort) -> None:
         """Tell a worker to drop a request. A lost worker needs no telling."""

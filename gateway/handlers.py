@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -22,7 +22,9 @@ from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed
 from transom.gateway.http_edge import ApiKeys, cors_headers, error_response, json_response, read_body
+from transom.gateway.media_embeddings import MediaEmbeddings
 from transom.gateway.metrics import Endpoint, GatewayMetrics
+from transom.gateway.openapi import document
 from transom.gateway.output import ChoiceOutput, Delta
 from transom.gateway.parse import parse_chat, parse_completion
 from transom.gateway.prepare import Model, chat_output, fit_context
@@ -68,6 +70,7 @@ class Handlers:
         keys: ApiKeys,
         metrics: GatewayMetrics,
         traces: TraceBook,
+        show_fleet: Callable[[], dict[str, Any]],
     ) -> None:
         self._config = config
         self._model = model
@@ -76,8 +79,22 @@ class Handlers:
         self._keys = keys
         self._metrics = metrics
         self._traces = traces
+        self._show_fleet = show_fleet
+        self._document = document(
+            model.limits, max_body_bytes=config.max_body_mb * 1024 * 1024, keys=bool(config.api_keys_file)
+        )
         self._created = int(time.time())
         self.draining = False
+        self.media_embeddings = MediaEmbeddings(
+            config=config,
+            model=model,
+            dispatcher=dispatcher,
+            admission=admission,
+            metrics=metrics,
+            read_body=self._body,
+            check_model=self._check_model,
+            is_draining=lambda: self.draining,
+        ).answer
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -114,6 +131,14 @@ class Handlers:
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/requests/{id}/trace."""
         return json_response(self._traces.find(request.match_info["id"], self._keys.caller(request)))
+
+    async def fleet(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/fleet."""
+        return json_response(self._show_fleet())
+
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        """GET /openapi.json."""
+        return json_response(self._document)
 
     def _card(self, name: str) -> dict[str, object]:
         return {

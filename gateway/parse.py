@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 import orjson
 
 from transom.errors import RequestError
+from transom.gateway import api_requests as api
 from transom.gateway.fields import Fields, check_depth, refuse, show
 from transom.gateway.media import MEDIA_PARTS, parse_media_part
 from transom.gateway.parse_generation import chat_logprobs, completion_logprobs, parse_generation
@@ -19,24 +21,22 @@ from transom.gateway.schema import ChatRequest, CompletionRequest, Limits, Media
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
-_MAX_MESSAGES = 10_000
-_MAX_TOOLS = 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
-def load_body(body: bytes) -> Fields:
-    """Return the JSON object of a body; refuse NaN, lone surrogates and deep nesting."""
+def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
+    """Return the JSON object of a body, a `spec`; refuse NaN, lone surrogates and deep nesting."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error.msg} (byte {error.pos})") from None
     check_depth(value, _MAX_DEPTH)
-    return Fields(value)
+    return Fields(value, spec=spec)
 
 
 def parse_chat(body: bytes, limits: Limits) -> ChatRequest:
     """Check the body of POST /v1/chat/completions."""
-    fields = load_body(body)
+    fields = load_body(body, api.ChatCompletionRequest)
     generation = parse_generation(
         fields, limits, default_max_tokens=limits.default_max_tokens, top_logprobs=chat_logprobs(fields)
     )
@@ -49,9 +49,9 @@ def parse_chat(body: bytes, limits: Limits) -> ChatRequest:
         media=media,
         tools=tools if choice is not None else [],
         tool_choice=choice or ToolChoice(),
-        parallel_tool_calls=fields.flag("parallel_tool_calls", True),
+        parallel_tool_calls=fields.flag("parallel_tool_calls"),
         enable_thinking=False if choice is not None and choice.forced else parse_thinking(fields),
-        add_generation_prompt=fields.flag("add_generation_prompt", True),
+        add_generation_prompt=fields.flag("add_generation_prompt"),
     )
 
 
@@ -63,10 +63,8 @@ def parse_thinking(fields: Fields) -> bool | None:
         for name in kwargs.raw:
             if name != "enable_thinking":
                 raise refuse(kwargs.at(name)[:200], "this field is not supported, only enable_thinking is")
-        wanted = kwargs.flag("enable_thinking", None)
-    effort = fields.text(
-        "reasoning_effort", choices=("none", "minimal", "low", "medium", "high", "xhigh", "max")
-    )
+        wanted = kwargs.flag("enable_thinking")
+    effort = fields.text("reasoning_effort")
     if wanted is None and effort is not None:
         wanted = effort != "none"
     return wanted
@@ -77,15 +75,14 @@ def parse_messages(fields: Fields, limits: Limits) -> tuple[list[dict[str, Any]]
     media: list[MediaItem] = []
     if not fields.has("messages"):
         raise refuse("messages", "a required array is missing")
-    found = [
-        _message(message, media, limits)
-        for message in fields.objects("messages", min_len=1, max_len=_MAX_MESSAGES)
-    ]
+    found = [_message(message, media, limits) for message in fields.objects("messages")]
     return found, tuple(media)
 
 
 def _message(message: Fields, media: list[MediaItem], limits: Limits) -> dict[str, Any]:
-    role = message.text("role", required=True, choices=_ROLES)
+    role = message.text("role", required=True)
+    if role not in _ROLES:
+        raise message.refuse("role", f"{show(role)} is not one of {', '.join(sorted(_ROLES))}")
     for name in ("function_call", "audio"):
         if message.has(name):
             raise message.refuse(name, "this field is not supported")
@@ -93,18 +90,18 @@ def _message(message: Fields, media: list[MediaItem], limits: Limits) -> dict[st
     # OpenAI's newer name for the same thing; checkpoints' templates know the older one.
     shown = "system" if role == "developer" else role
     result: dict[str, Any] = {"role": shown, "content": content}
-    name = message.text("name", max_chars=256)
+    name = message.text("name")
     if name is not None:
         result["name"] = name
     if role == "assistant":
         _assistant(message, result)
     elif role == "tool":
-        result["tool_call_id"] = message.text("tool_call_id", required=True, max_chars=512)
+        result["tool_call_id"] = message.text("tool_call_id", required=True)
     return result
 
 
 def _assistant(message: Fields, result: dict[str, Any]) -> None:
-    calls = [_tool_call(call) for call in message.objects("tool_calls", max_len=_MAX_TOOLS)]
+    calls = [_tool_call(call) for call in message.objects("tool_calls")]
     if calls:
         result["tool_calls"] = calls
     reasoning = message.text("reasoning_content", message.text("reasoning"))
@@ -136,7 +133,7 @@ def _content(
     if not isinstance(content, list):
         raise message.refuse("content", f"expected a string or an array of parts, got {show(content)}")
     parts: list[dict[str, str]] = []
-    for part in message.objects("content", min_len=1, max_len=_MAX_MESSAGES):
+    for part in message.objects("content"):
         kind = part.text("type", required=True)
         if kind == "text" or (kind == "refusal" and role == "assistant"):
             parts.append({"type": "text", "text": part.text(kind, required=True)})
@@ -157,7 +154,7 @@ def _content(
 
 
 def _tool_call(call: Fields) -> dict[str, Any]:
-    call.text("type", "function", choices=("function",))
+    call.text("type")
     function = call.object("function", required=True)
     assert function is not None
     name = _tool_name(function)
@@ -170,7 +167,7 @@ def _tool_call(call: Fields) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise function.refuse("arguments", "not the JSON text of an object")
     return {
-        "id": call.text("id", "", max_chars=512),
+        "id": call.text("id"),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -186,8 +183,8 @@ def _tool_name(function: Fields) -> str:
 def parse_tools(fields: Fields) -> list[dict[str, Any]]:
     """Return the tools as the chat template shows them: only the fields that OpenAI defines."""
     tools = []
-    for tool in fields.objects("tools", max_len=_MAX_TOOLS):
-        tool.text("type", required=True, choices=("function",))
+    for tool in fields.objects("tools"):
+        tool.text("type", required=True)
         function = tool.object("function", required=True)
         assert function is not None
         shown: dict[str, Any] = {"name": _tool_name(function)}
@@ -213,8 +210,8 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | No
         return ToolChoice(forced=True)
     if isinstance(choice, str):
         raise refuse("tool_choice", f"{show(choice)} is not one of none, auto, required or an object")
-    named = Fields(choice, "tool_choice")
-    named.text("type", required=True, choices=("function",))
+    named = Fields(choice, "tool_choice", api.NamedTool)
+    named.text("type", required=True)
     function = named.object("function", required=True)
     assert function is not None
     name = function.text("name", required=True)
@@ -225,7 +222,7 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | No
 
 def parse_completion(body: bytes, limits: Limits) -> CompletionRequest:
     """Check the body of POST /v1/completions."""
-    fields = load_body(body)
+    fields = load_body(body, api.CompletionRequest)
     generation = parse_generation(
         fields, limits, default_max_tokens=16, top_logprobs=completion_logprobs(fields)
     )

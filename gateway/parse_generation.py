@@ -9,13 +9,11 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from transom.gateway.api_requests import MAX_STOP_CHARS, MAX_STOPS
 from transom.gateway.fields import Fields, show
 from transom.gateway.schema import Generation, Limits
 from transom.messages import Sampling
 
-_MAX_STOPS = 16
-_MAX_STOP_CHARS = 1024
-_MAX_LOGPROBS = 20
 _SEED_MASK = (1 << 63) - 1
 
 # Field -> the values that ask for nothing. Anything else is refused by name.
@@ -76,45 +74,42 @@ def parse_generation(
     max_tokens = _max_tokens(body)
     stream = body.flag("stream")
     return Generation(
-        model=body.text("model", max_chars=512),
+        model=body.text("model"),
         sampling=_sampling(body, limits, max_tokens or default_max_tokens, top_logprobs),
         max_tokens_given=max_tokens is not None,
-        n=body.integer("n", 1, ge=1, le=limits.max_choices),
+        n=body.integer("n", le=limits.max_choices),
         stop=_stop(body),
         stream=stream,
         include_usage=_include_usage(body, stream),
-        cache_salt=body.text("cache_salt", "", max_chars=256),
-        priority=body.integer("priority", 0, ge=-1000, le=1000),
-        timeout_s=body.number("timeout", ge=0.001, le=limits.max_timeout_s),
+        cache_salt=body.text("cache_salt"),
+        priority=body.integer("priority"),
+        timeout_s=body.number("timeout", le=limits.max_timeout_s),
     )
 
 
 def _max_tokens(body: Fields) -> int | None:
-    old = body.integer("max_tokens", ge=1)
-    new = body.integer("max_completion_tokens", ge=1)
+    old = body.integer("max_tokens")
+    new = body.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise body.refuse("max_tokens", f"{old} contradicts max_completion_tokens ({new})")
     return old if new is None else new  # type: ignore[no-any-return]
 
 
 def _sampling(body: Fields, limits: Limits, max_tokens: int, top_logprobs: int | None) -> Sampling:
-    top_p = body.number("top_p", 1.0, ge=0, le=1)
-    top_k = max(body.integer("top_k", 0, ge=-1, le=limits.vocab_size), 0)
+    top_p = body.number("top_p")
+    top_k = max(body.integer("top_k", le=limits.vocab_size), 0)
     if top_p == 0:  # the smallest nucleus that holds any mass is the best token
         top_p, top_k = 1.0, 1
-    penalty = body.number("repetition_penalty", 1.0, ge=0, le=2)
-    if penalty == 0:
-        raise body.refuse("repetition_penalty", "0 is out of range, more than 0 and at most 2")
-    seed = body.integer("seed", ge=-(1 << 63), le=(1 << 64) - 1)
+    seed = body.integer("seed")
     return Sampling(
         max_tokens=max_tokens,
-        temperature=body.number("temperature", 1.0, ge=0, le=2),
+        temperature=body.number("temperature"),
         top_p=top_p,
         top_k=top_k,
-        min_p=body.number("min_p", 0.0, ge=0, le=1),
-        repetition_penalty=penalty,
-        presence_penalty=body.number("presence_penalty", 0.0, ge=-2, le=2),
-        frequency_penalty=body.number("frequency_penalty", 0.0, ge=-2, le=2),
+        min_p=body.number("min_p"),
+        repetition_penalty=body.number("repetition_penalty"),
+        presence_penalty=body.number("presence_penalty"),
+        frequency_penalty=body.number("frequency_penalty"),
         seed=secrets.randbits(63) if seed is None else seed & _SEED_MASK,
         ignore_eos=body.flag("ignore_eos"),
         stop_token_ids=_token_ids(body, limits),
@@ -124,7 +119,7 @@ def _sampling(body: Fields, limits: Limits, max_tokens: int, top_logprobs: int |
 
 
 def _token_ids(body: Fields, limits: Limits) -> tuple[int, ...]:
-    found = body.array("stop_token_ids", max_len=64)
+    found = body.array("stop_token_ids")
     for number, item in enumerate(found):
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < limits.vocab_size:
             raise body.refuse(
@@ -137,13 +132,11 @@ def _logit_bias(body: Fields, limits: Limits) -> dict[int, float]:
     given = body.object("logit_bias")
     if given is None:
         return {}
-    if len(given.raw) > 1024:
-        raise body.refuse("logit_bias", f"{len(given.raw)} entries, at most 1024 are allowed")
     bias: dict[int, float] = {}
     for key in given.raw:
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < limits.vocab_size):
             raise body.refuse("logit_bias", f"{show(key)} is no token id, 0 to {limits.vocab_size - 1}")
-        value = given.number(key, ge=-100, le=100)
+        value = given.number(key)
         if value is not None:
             bias[int(key)] = value
     return bias
@@ -157,11 +150,11 @@ def _stop(body: Fields) -> tuple[str, ...]:
         given = [given]
     if not isinstance(given, list):
         raise body.refuse("stop", "expected a string or an array of strings")
-    if len(given) > _MAX_STOPS:
-        raise body.refuse("stop", f"{len(given)} strings, at most {_MAX_STOPS} are allowed")
+    if len(given) > MAX_STOPS:
+        raise body.refuse("stop", f"{len(given)} strings, at most {MAX_STOPS} are allowed")
     for number, item in enumerate(given):
-        if not isinstance(item, str) or not 1 <= len(item) <= _MAX_STOP_CHARS:
-            raise body.refuse(f"stop[{number}]", f"expected a string of 1 to {_MAX_STOP_CHARS} characters")
+        if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
+            raise body.refuse(f"stop[{number}]", f"expected a string of 1 to {MAX_STOP_CHARS} characters")
     return tuple(dict.fromkeys(given))
 
 
@@ -179,7 +172,7 @@ def _include_usage(body: Fields, stream: bool) -> bool:
 def chat_logprobs(body: Fields) -> int | None:
     """Return how many alternatives a chat request wants with each token; None: no log-probabilities."""
     wanted = body.flag("logprobs")
-    top = body.integer("top_logprobs", ge=0, le=_MAX_LOGPROBS)
+    top = body.integer("top_logprobs")
     if not wanted:
         if top:
             raise body.refuse("top_logprobs", "only allowed together with logprobs: true")
@@ -189,5 +182,5 @@ def chat_logprobs(body: Fields) -> int | None:
 
 def completion_logprobs(body: Fields) -> int | None:
     """Return the same for a plain completion, where `logprobs` is the number itself."""
-    value: int | None = body.integer("logprobs", ge=0, le=_MAX_LOGPROBS)
+    value: int | None = body.integer("logprobs")
     return value

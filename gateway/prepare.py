@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transom.errors import ContextLengthError
+from transom.gateway import api_requests as api
 from transom.gateway.config import GatewayConfig
-from transom.gateway.fields import Fields
 from transom.gateway.model_info import ModelInfo
 from transom.gateway.output import ChoiceOutput
 from transom.gateway.parse import load_body, parse_messages, parse_thinking, parse_tools, token_ids
@@ -60,7 +60,7 @@ class Model:
 
     def tokenize(self, body: bytes) -> tuple[str | None, list[int]]:
         """Return (model name, ids) of the body of POST /tokenize: `messages` or `prompt`."""
-        fields = load_body(body)
+        fields = load_body(body, api.TokenizeRequest)
         name: str | None = fields.text("model")
         if not fields.has("messages"):
             return name, self.tokenizer.encode(fields.text("prompt", required=True))
@@ -71,7 +71,7 @@ class Model:
             media=media,
             tools=parse_tools(fields),
             enable_thinking=parse_thinking(fields),
-            add_generation_prompt=fields.flag("add_generation_prompt", True),
+            add_generation_prompt=fields.flag("add_generation_prompt"),
         )
         pads = {modality: id for id, modality in self.info.pads.items()}
         ids: list[int] = []
@@ -81,7 +81,7 @@ class Model:
 
     def detokenize(self, body: bytes) -> tuple[str | None, str]:
         """Return (model name, text) of the body of POST /detokenize."""
-        fields: Fields = load_body(body)
+        fields = load_body(body, api.DetokenizeRequest)
         given = fields.array("tokens", required=True)
         ids = token_ids(given, "tokens", self.limits)
         return fields.text("model"), self.tokenizer.decode(ids, skip_special=False)

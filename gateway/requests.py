@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from transom.errors import StageLostError, TransomError, from_info
 from transom.gateway.fleet import StageName
@@ -150,30 +151,48 @@ class LiveRequest:
             self._let_go(work)
 
 
+class Routed(Protocol):
+    """What workers' messages can be about."""
+
+    request_id: str
+
+    def works(self) -> list[Work]:
+        """Return the parts at workers."""
+
+    def on_encode_done(self, message: EncodeDone) -> None:
+        """Take note that an item is encoded."""
+
+    def on_failed(self, message: RequestFailed) -> None:
+        """End with a worker's error."""
+
+    def on_lost(self, address: str, stage: StageName, why: str) -> None:
+        """End when a worker that holds a part is gone."""
+
+
 class RequestTable:
     """The live requests of one gateway, by id."""
 
     def __init__(self) -> None:
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, Routed] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: LiveRequest) -> None:
+    def add(self, request: Routed) -> None:
         """Start to route messages to a request."""
         assert request.request_id not in self._live
         self._live[request.request_id] = request
         self._idle.clear()
 
-    def remove(self, request: LiveRequest) -> None:
+    def remove(self, request: Routed) -> None:
         """Stop to route messages to a request."""
         self._live.pop(request.request_id, None)
         if not self._live:
             self._idle.set()
 
-    def find(self, request_id: str) -> LiveRequest | None:
+    def find(self, request_id: str) -> Routed | None:
         """Return a live request."""
         return self._live.get(request_id)
 

@@ -15,16 +15,18 @@ from transom.errors import UnavailableError
 from transom.gateway import playground
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
+from transom.gateway.embeddings import LiveEmbedding
+from transom.gateway.endpoints import ENDPOINTS
 from transom.gateway.exchange import Dispatcher
 from transom.gateway.fleet import STAGES, Fleet, StageName
 from transom.gateway.fleet_view import show_fleet
 from transom.gateway.handlers import Handlers
-from transom.gateway.http_edge import ApiKeys, json_response, middlewares
+from transom.gateway.http_edge import ApiKeys, middlewares
 from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.prepare import Model
-from transom.gateway.requests import RequestTable
+from transom.gateway.requests import LiveRequest, RequestTable
 from transom.gateway.trace import TraceBook
-from transom.messages import EncodeDone, Pong, RequestFailed, TokenChunk
+from transom.messages import EmbeddingChunk, EncodeDone, Pong, RequestFailed, TokenChunk
 from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _SENDERS: dict[type, tuple[StageName, ...]] = {
     EncodeDone: ("encoder",),
+    EmbeddingChunk: ("encoder",),
     TokenChunk: ("prefill", "decode"),
     RequestFailed: STAGES,
 }
@@ -60,19 +63,26 @@ class GatewayStage(Stage):
     async def start(self, transport: Transport) -> None:
         config = self._config
         model = await asyncio.to_thread(Model.load, config)
-        self._fleet = Fleet(
+        fleet = self._fleet = Fleet(
             transport,
             {"encoder": config.encoder, "prefill": config.prefill, "decode": config.decode},
             on_lost=self._table.lost,
             ping_interval_s=config.ping_interval_s,
             worker_timeout_s=config.worker_timeout_s,
         )
-        dispatcher = Dispatcher(self._fleet, self._table, self._admission, transport.address)
-        traces = TraceBook(config.kept_traces, self._fleet.name)
+        dispatcher = Dispatcher(fleet, self._table, self._admission, transport.address)
+        traces = TraceBook(config.kept_traces, fleet.name)
         self._handlers = Handlers(
-            config, model, dispatcher, self._admission, self._keys, self._metrics, traces
+            config,
+            model,
+            dispatcher,
+            self._admission,
+            self._keys,
+            self._metrics,
+            traces,
+            lambda: show_fleet(fleet, self.load()),
         )
-        self._pinger = asyncio.create_task(self._fleet.run())
+        self._pinger = asyncio.create_task(fleet.run())
         logger.info("serves %s, context %d tokens", ", ".join(model.names), model.max_context)
 
     async def handle(self, received: Received) -> None:
@@ -82,7 +92,7 @@ class GatewayStage(Stage):
         if isinstance(message, Pong):
             self._fleet.pong(received.peer, message)
             return
-        if not isinstance(message, (TokenChunk, EncodeDone, RequestFailed)):
+        if not isinstance(message, (TokenChunk, EncodeDone, EmbeddingChunk, RequestFailed)):
             logger.warning("%s from %s is not for a gateway", type(message).__name__, received.peer)
             return
         live = self._table.find(message.request_id)
@@ -94,12 +104,16 @@ class GatewayStage(Stage):
         }
         if received.peer not in expected:
             logger.warning("%s from %s, which has no part in it", type(message).__name__, received.peer)
-        elif isinstance(message, TokenChunk):
-            live.on_chunk(message)
         elif isinstance(message, EncodeDone):
             live.on_encode_done(message)
-        else:
+        elif isinstance(message, RequestFailed):
             live.on_failed(message)
+        elif isinstance(message, TokenChunk) and isinstance(live, LiveRequest):
+            live.on_chunk(message)
+        elif isinstance(message, EmbeddingChunk) and isinstance(live, LiveEmbedding):
+            live.on_embedding(message, received.frames[0])
+        else:
+            logger.warning("%s from %s is not for this request", type(message).__name__, received.peer)
 
     def peer_lost(self, address: str) -> None:
         if self._fleet is not None:
@@ -139,22 +153,9 @@ class GatewayStage(Stage):
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/v1/chat/completions", self._route("chat")),
-            web.post("/v1/completions", self._route("completion")),
-            web.get("/v1/models", self._route("models")),
-            web.get("/v1/models/{id:.+}", self._route("model")),
-            web.post("/tokenize", self._route("tokenize")),
-            web.post("/detokenize", self._route("detokenize")),
-            web.get("/v1/requests/{id}/trace", self._route("trace")),
-            web.get("/v1/fleet", self._fleet_view),
+            *(web.route(one.method, one.route, self._route(one.handler)) for one in ENDPOINTS if one.handler),
             *playground.routes(),
         ]
-
-    async def _fleet_view(self, request: web.Request) -> web.Response:
-        """GET /v1/fleet."""
-        if self._fleet is None:
-            raise UnavailableError("the gateway is starting", retry_after_s=1)
-        return json_response(show_fleet(self._fleet, self.load()))
 
     def _route(self, name: str) -> Any:
         """Return a handler that answers 503 until the stage has started."""
