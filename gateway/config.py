@@ -21,7 +21,15 @@ class GatewayConfig(StageConfig):
     served_model_name: tuple[str, ...] = setting(
         (), "name under which clients ask for the model; the first one is the main name", metavar="NAME"
     )
-    api_keys_file: str = setting("", "file with one API key a line; empty: no keys asked", metavar="FILE")
+    api_keys_file: str = setting(
+        "",
+        "file with one API key a line, with limits of its own or not; empty: no keys asked",
+        metavar="FILE",
+    )
+    key_requests_per_minute: int = setting(
+        0, "requests a minute of one API key; 0: no limit", ge=0, le=1_000_000
+    )
+    key_max_inflight: int = setting(0, "requests at once of one API key; 0: no limit", ge=0, le=1_000_000)
     cors_origins: tuple[str, ...] = setting(
         (), "origin whose web pages may call the API; '*' for all", metavar="ORIGIN"
     )
@@ -43,10 +51,14 @@ class GatewayConfig(StageConfig):
         16, "embeddings of one item that /v1/media/embeddings gives out", ge=1, le=4096
     )
     max_choices: int = setting(8, "choices (n) of one request", ge=1, le=128)
-    max_inflight: int = setting(512, "choices in work at once; more get 429", ge=1, le=1_000_000)
+    max_inflight: int = setting(512, "choices in work at once; more wait or get 429", ge=1, le=1_000_000)
     max_queue_tokens: int = setting(
-        2_000_000, "prompt and output tokens of all requests in work; more get 429", ge=1
+        2_000_000, "prompt and output tokens of all requests in work; more wait or get 429", ge=1
     )
+    max_waiting: int = setting(
+        256, "requests that wait for room, fairly between API keys; more get 429", ge=0, le=1_000_000
+    )
+    max_wait_s: float = setting(5.0, "how long a request waits for room before it gets 429", ge=0, le=3600)
     max_context: int = setting(0, "prompt and output tokens of one request; 0: as the model says", ge=0)
     kept_traces: int = setting(256, "timelines of requests that are kept to be looked at", ge=0, le=100_000)
     default_max_tokens: int = setting(1024, "output tokens when the client gives no limit", ge=1)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from transom.errors import DeadlineError, OverloadedError, StageLostError
-from transom.gateway.admission import Admission
 from transom.gateway.embeddings import LiveEmbedding
 from transom.gateway.fleet import Fleet
 from transom.gateway.prompt import Prompt
@@ -43,6 +42,21 @@ class Plan:
 
     prompt: Prompt
     sampling: Sampling
+
+
+def media_cost(one: Attachment) -> int:
+    """Return the tokens that an item counts for before it is encoded."""
+    return _TYPICAL_TOKENS[one.item.modality]
+
+
+def _media_tokens(attachments: Sequence[Attachment]) -> int:
+    return sum(media_cost(one) for one in attachments)
+
+
+def total_tokens(plans: Sequence[Plan], attachments: Sequence[Attachment]) -> int:
+    """Return what a request counts for in admission: prompts and output."""
+    media_tokens = _media_tokens(attachments)
+    return sum(plan.prompt.text_tokens + media_tokens + plan.sampling.max_tokens for plan in plans)
 
 
 @dataclass(slots=True)
@@ -90,12 +104,11 @@ class Exchange:
 
 
 class Dispatcher:
-    """Opens exchanges. Owns nothing but the counters of `admission` and the table's entries."""
+    """Opens exchanges for which there is room. Owns nothing but the table's entries."""
 
-    def __init__(self, fleet: Fleet, table: RequestTable, admission: Admission, inbox: str) -> None:
+    def __init__(self, fleet: Fleet, table: RequestTable, inbox: str) -> None:
         self._fleet = fleet
         self._table = table
-        self._admission = admission
         self._inbox = inbox
 
     @contextmanager
@@ -110,30 +123,28 @@ class Dispatcher:
         priority: int = 0,
     ) -> Iterator[Exchange]:
         """Send everything out at once; on leaving, end what is not done and give back all room."""
-        media_tokens = sum(_TYPICAL_TOKENS[one.item.modality] for one in attachments)
-        tokens = sum(plan.prompt.text_tokens + media_tokens + plan.sampling.max_tokens for plan in plans)
+        media_tokens = _media_tokens(attachments)
         exchange = Exchange(timeout_s=timeout_s, deadline_s=time.monotonic() + timeout_s)
         unix_deadline_s = time.time() + timeout_s
-        with self._admission.hold(len(plans), tokens):
-            try:
-                prefills: dict[int, str] = {}
-                for number, plan in enumerate(plans):
-                    prefill = prefills.get(id(plan.prompt)) or self._fleet.choose("prefill")
-                    prefills[id(plan.prompt)] = prefill
-                    live = self._live(
-                        exchange,
-                        request_id if len(plans) == 1 else f"{request_id}-{number}",
-                        plan,
-                        attachments,
-                        prefill,
-                        media_tokens,
-                    )
-                    self._send(live, plan, attachments, unix_deadline_s, cache_salt, priority)
-                yield exchange
-            finally:
-                for live in exchange.choices:
-                    self._table.remove(live)
-                    live.close(self.abort, exchange.end_reason)
+        try:
+            prefills: dict[int, str] = {}
+            for number, plan in enumerate(plans):
+                prefill = prefills.get(id(plan.prompt)) or self._fleet.choose("prefill")
+                prefills[id(plan.prompt)] = prefill
+                live = self._live(
+                    exchange,
+                    request_id if len(plans) == 1 else f"{request_id}-{number}",
+                    plan,
+                    attachments,
+                    prefill,
+                    media_tokens,
+                )
+                self._send(live, plan, attachments, unix_deadline_s, cache_salt, priority)
+            yield exchange
+        finally:
+            for live in exchange.choices:
+                self._table.remove(live)
+                live.close(self.abort, exchange.end_reason)
 
     def _live(
         self,
@@ -150,7 +161,7 @@ class Dispatcher:
         encoders: dict[int, Work] = {}
         for number, one in enumerate(attachments):
             address = self._fleet.choose_encoder(one.routing_key)
-            encoders[number] = Work(address, "encoder", _TYPICAL_TOKENS[one.item.modality])
+            encoders[number] = Work(address, "encoder", media_cost(one))
         live = LiveRequest(
             request_id=request_id,
             prefill=Work(prefill, "prefill", prompt_tokens),
@@ -221,25 +232,24 @@ class Dispatcher:
         grow: Callable[[int], None],
     ) -> Iterator[LiveEmbedding]:
         """Send one item to its encoder, with this gateway as the taker; on leaving give back all room."""
-        tokens = _TYPICAL_TOKENS[one.item.modality]
-        with self._admission.hold(1, tokens):
-            work = Work(self._fleet.choose_encoder(one.routing_key), "encoder", tokens)
-            live = LiveEmbedding(
-                request_id=request_id,
-                work=work,
-                max_bytes=max_bytes,
-                grow=grow,
-                release=self._fleet.release,
-            )
-            self._fleet.take(work.address, work.tokens)
-            self._table.add(live)
-            try:
-                deadline_s = time.time() + timeout_s
-                self._send_item(work.address, request_id, 0, one, self._inbox, deadline_s)
-                yield live
-            finally:
-                self._table.remove(live)
-                live.close(self.abort)
+        tokens = media_cost(one)
+        work = Work(self._fleet.choose_encoder(one.routing_key), "encoder", tokens)
+        live = LiveEmbedding(
+            request_id=request_id,
+            work=work,
+            max_bytes=max_bytes,
+            grow=grow,
+            release=self._fleet.release,
+        )
+        self._fleet.take(work.address, work.tokens)
+        self._table.add(live)
+        try:
+            deadline_s = time.time() + timeout_s
+            self._send_item(work.address, request_id, 0, one, self._inbox, deadline_s)
+            yield live
+        finally:
+            self._table.remove(live)
+            live.close(self.abort)
 
     def abort(self, address: str, message: Abort) -> None:
         """Tell a worker to drop a request. A lost worker needs no telling."""

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,8 +20,15 @@ from aiohttp import web
 from transom.errors import CancelledRequestError, NotFoundError, TransomError, UnavailableError
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
-from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed
-from transom.gateway.http_edge import ApiKeys, cors_headers, error_response, json_response, read_body
+from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed, total_tokens
+from transom.gateway.http_edge import (
+    api_key,
+    cors_headers,
+    error_response,
+    json_response,
+    limit_headers,
+    read_body,
+)
 from transom.gateway.media_embeddings import MediaEmbeddings
 from transom.gateway.metrics import Endpoint, GatewayMetrics
 from transom.gateway.openapi import document
@@ -29,6 +36,7 @@ from transom.gateway.output import ChoiceOutput, Delta
 from transom.gateway.parse import parse_chat, parse_completion
 from transom.gateway.prepare import Model, chat_output, fit_context
 from transom.gateway.prompt import Prompt
+from transom.gateway.quota import Quotas
 from transom.gateway.reasoning_parser import ReasoningParser
 from transom.gateway.responses import ChatRenderer, CompletionRenderer, Head, Renderer, usage
 from transom.gateway.schema import ChatRequest, Generation
@@ -41,6 +49,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INLINE_BYTES = 8 * 1024  # smaller bodies cost less to work on than to hand to a thread
+
+
+def shutting_down() -> UnavailableError:
+    """Return what a request gets that comes too late."""
+    return UnavailableError("the gateway is shutting down", retry_after_s=5)
 
 
 @dataclass(slots=True)
@@ -67,7 +80,7 @@ class Handlers:
         model: Model,
         dispatcher: Dispatcher,
         admission: Admission,
-        keys: ApiKeys,
+        quotas: Quotas,
         metrics: GatewayMetrics,
         traces: TraceBook,
         show_fleet: Callable[[], dict[str, Any]],
@@ -76,7 +89,7 @@ class Handlers:
         self._model = model
         self._dispatcher = dispatcher
         self._admission = admission
-        self._keys = keys
+        self._quotas = quotas
         self._metrics = metrics
         self._traces = traces
         self._show_fleet = show_fleet
@@ -114,7 +127,7 @@ class Handlers:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: the ids of a prompt or of chat messages; media items stand as single pads."""
-        with self._admission.buffer() as grow:
+        with self._admission.buffer(api_key().caller) as grow:
             body = await self._body(request, grow)
             name, ids = await self._offload(len(body), lambda: self._model.tokenize(body))
         self._check_model(name)
@@ -122,7 +135,7 @@ class Handlers:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        with self._admission.buffer() as grow:
+        with self._admission.buffer(api_key().caller) as grow:
             body = await self._body(request, grow)
             name, text = await self._offload(len(body), lambda: self._model.detokenize(body))
         self._check_model(name)
@@ -130,7 +143,7 @@ class Handlers:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/requests/{id}/trace."""
-        return json_response(self._traces.find(request.match_info["id"], self._keys.caller(request)))
+        return json_response(self._traces.find(request.match_info["id"], api_key().digest))
 
     async def fleet(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/fleet."""
@@ -176,15 +189,20 @@ class Handlers:
         self, request: web.Request, endpoint: Endpoint, make_job: Callable[[bytes, Timeline], Job]
     ) -> web.StreamResponse:
         timeline = Timeline()
-        with self._metrics.request(endpoint, timeline), ExitStack() as stack:
+        caller = api_key().caller
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._metrics.request(endpoint, timeline))
             if self.draining:
-                raise UnavailableError("the gateway is shutting down", retry_after_s=5)
-            with ExitStack() as memory:
-                body = await self._body(request, memory.enter_context(self._admission.buffer()))
+                raise shutting_down()
+            with self._admission.buffer(caller) as grow:
+                body = await self._body(request, grow)
                 timeline.mark("body")
                 job = await self._offload(len(body), lambda: make_job(body, timeline))
                 timeline.mark("prepare")
                 generation = job.generation
+                tokens = total_tokens(job.plans, job.attachments)
+                await stack.enter_async_context(self._admission.admit(caller, len(job.plans), tokens))
+                timeline.mark("admit")
                 exchange = stack.enter_context(
                     self._dispatcher.open(
                         job.head.id,
@@ -210,7 +228,7 @@ class Handlers:
             id=job.head.id,
             kind=job.kind,
             model=job.head.model,
-            owner=self._keys.caller(request),
+            owner=api_key().digest,
             timeline=timeline,
             exchange=exchange,
             outputs=job.outputs,
@@ -250,7 +268,11 @@ class Handlers:
             request,
             keepalive_s=self._config.keepalive_s,
             write_timeout_s=self._config.write_timeout_s,
-            headers={"X-Request-Id": job.head.id, **cors_headers(request, self._config.cors_origins)},
+            headers={
+                "X-Request-Id": job.head.id,
+                **cors_headers(request, self._config.cors_origins),
+                **limit_headers(request, self._quotas),
+            },
         )
         renderer = job.renderer
         try:

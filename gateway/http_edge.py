@@ -1,4 +1,4 @@
-"""HTTP manners of the gateway: bodies with limits, API keys, CORS, and every error in OpenAI's shape.
+"""HTTP manners of the gateway: limits of bodies and keys, CORS, and every error in OpenAI's shape.
 
 Knows nothing of what the endpoints do.
 """
@@ -6,12 +6,10 @@ Knows nothing of what the endpoints do.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from contextvars import ContextVar
 from typing import Any
 
 import orjson
@@ -19,21 +17,25 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from transom.errors import (
-    AuthError,
     CancelledRequestError,
-    ConfigError,
     ErrorInfo,
     PayloadTooLargeError,
     RequestError,
     TransomError,
 )
 from transom.gateway import playground
+from transom.gateway.api_keys import ApiKey, ApiKeys
+from transom.gateway.endpoints import ENDPOINTS
+from transom.gateway.quota import LIMIT_HEADERS, Quotas
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The page is open so that a browser can ask for the key; it holds nothing that is not in the source.
-_OPEN_PATHS = frozenset({"/health", "/ready", *playground.PATHS})
+_OPEN_PATHS = frozenset({one.path for one in ENDPOINTS if one.open} | set(playground.PATHS))
+_LIMITED_PATHS = frozenset(one.path for one in ENDPOINTS if one.body is not None)
+# Of the request that the present task answers.
+_KEY: ContextVar[ApiKey | None] = ContextVar("api_key", default=None)
 
 
 def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -98,46 +100,14 @@ async def read_body(
     return b"".join(pieces)
 
 
-class ApiKeys:
-    """The accepted API keys; empty: everybody may call. Keys are kept as digests only."""
-
-    def __init__(self, keys: list[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    @classmethod
-    def from_file(cls, path: str) -> ApiKeys:
-        """Read one key a line; blank lines and lines that start with # don't count."""
-        if not path:
-            return cls([])
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"API key file {path}: {error}") from None
-        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
-            raise ConfigError(f"API key file {path} holds no key")
-        return cls(keys)
-
-    def check(self, request: web.Request) -> None:
-        """Raise AuthError unless the request carries a known key. Takes the same time for every wrong key."""
-        if not self._digests:
-            return
-        digest = self.caller(request)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
-            raise AuthError("no valid API key was given")
-
-    def caller(self, request: web.Request) -> bytes:
-        """Return the digest of the key that a request carries; the same for all when no key is asked."""
-        if not self._digests:
-            return b""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return b""
-        return hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+def api_key() -> ApiKey:
+    """Return the key with which the request came that this task answers."""
+    key = _KEY.get()
+    assert key is not None
+    return key
 
 
-def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
+def middlewares(keys: ApiKeys, quotas: Quotas, cors_origins: tuple[str, ...]) -> list[Any]:
     """Return the application's middlewares, outermost first."""
 
     @web.middleware
@@ -154,11 +124,23 @@ def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
         return response
 
     @web.middleware
+    async def limits(request: web.Request, handler: Handler) -> web.StreamResponse:
+        _KEY.set(None)
+        response = await errors(request, handler)
+        if not response.prepared:
+            response.headers.update(limit_headers(request, quotas))
+        return response
+
     async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path not in _OPEN_PATHS:
-                keys.check(request)
-            return await handler(request)
+            if request.path in _OPEN_PATHS:
+                return await handler(request)
+            key = keys.find(request)
+            _KEY.set(key)
+            if request.path not in _LIMITED_PATHS:
+                return await handler(request)
+            with quotas.hold(key):
+                return await handler(request)
         except CancelledRequestError as error:
             logger.info("%s %s: %s", request.method, _shown(request), error.message)
             return error_response(error.info())
@@ -177,7 +159,13 @@ def middlewares(keys: ApiKeys, cors_origins: tuple[str, ...]) -> list[Any]:
             info = ErrorInfo(status=500, code="internal_error", message="internal error")
             return error_response(info)
 
-    return [cors, errors]
+    return [cors, limits]
+
+
+def limit_headers(request: web.Request, quotas: Quotas) -> dict[str, str]:
+    """Return what the client is told of its key's limits; nothing where none apply."""
+    key = _KEY.get()
+    return {} if key is None or request.path not in _LIMITED_PATHS else quotas.headers(key)
 
 
 def _shown(request: web.Request) -> str:
@@ -204,6 +192,6 @@ def cors_headers(request: web.Request, cors_origins: tuple[str, ...]) -> dict[st
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
         "Access-Control-Allow-Headers": "Authorization, Content-Type",
-        "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+        "Access-Control-Expose-Headers": f"X-Request-Id, Retry-After, {', '.join(LIMIT_HEADERS)}",
         "Vary": "Origin",
     }

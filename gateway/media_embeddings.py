@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ from transom.gateway.admission import Admission
 from transom.gateway.api_requests import MediaEmbeddingRequest
 from transom.gateway.config import GatewayConfig
 from transom.gateway.embeddings import LiveEmbedding
-from transom.gateway.exchange import Attachment, Dispatcher
+from transom.gateway.exchange import Attachment, Dispatcher, media_cost
 from transom.gateway.fields import show
+from transom.gateway.http_edge import api_key
 from transom.gateway.media import MEDIA_PARTS, parse_media_part
 from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.parse import load_body
@@ -81,25 +83,29 @@ class MediaEmbeddings:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Read, encode, answer."""
         timeline = Timeline()
-        with self.metrics.request("media_embedding", timeline), ExitStack() as stack:
+        caller = api_key().caller
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self.metrics.request("media_embedding", timeline))
             if self.is_draining():
                 raise UnavailableError("the gateway is shutting down", retry_after_s=5)
-            with self.admission.buffer() as grow:
+            with self.admission.buffer(caller) as grow:
                 body = await self.read_body(request, grow)
                 parsed = await asyncio.to_thread(parse_embedding, body, self.model.limits)
                 name = self.check_model(parsed.model)
-                self._check_modality(parsed.attachment.item)
+                one = parsed.attachment
+                self._check_modality(one.item)
                 timeout_s = parsed.timeout_s or self.config.request_timeout_s
+                await stack.enter_async_context(self.admission.admit(caller, 1, media_cost(one)))
                 live = stack.enter_context(
                     self.dispatcher.open_embedding(
                         f"emb-{uuid.uuid4().hex}",
-                        parsed.attachment,
+                        one,
                         timeout_s=timeout_s,
                         max_bytes=self.config.max_embedding_mb * _MB,
-                        grow=stack.enter_context(self.admission.buffer()),
+                        grow=stack.enter_context(self.admission.buffer(caller)),
                     )
                 )
-            done = await live.wait(timeline.started_s + timeout_s, timeout_s)
+            done = await live.wait(time.monotonic() + timeout_s, timeout_s)
             head = {"id": live.request_id, "created": int(timeline.created_s), "model": name}
             text = await asyncio.to_thread(_render, head, live, done, as_base64=parsed.as_base64)
             return web.Response(

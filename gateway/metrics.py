@@ -76,11 +76,30 @@ class GatewayMetrics:
             registry=None,
         )
 
+        self.key_requests = Counter(
+            "transom_key_requests",
+            "Requests by the name of their API key and what its limits made of them.",
+            ["key", "outcome"],
+            registry=None,
+        )
+        self.key_in_flight = Gauge(
+            "transom_key_requests_in_flight", "Requests at once by API key.", ["key"], registry=None
+        )
+
+    def count_key(self, label: str, outcome: str) -> None:
+        """Count what a key's limits made of a request."""
+        self.key_requests.labels(label, outcome).inc()
+
+    def change_key(self, label: str, change: int) -> None:
+        """Take note that a key has more or fewer requests at once."""
+        self.key_in_flight.labels(label).inc(change)
+
     def collectors(self) -> list[Collector]:
         """Return all metrics for the registry of the process."""
         return [
             self.requests, self.in_flight, self.ttft, self.e2e, self.tpot, self.prompt_tokens,
             self.cached_tokens, self.completion_tokens, self.media, self.aborts,
+            self.key_requests, self.key_in_flight,
         ]  # fmt: skip
 
     @contextmanager

@@ -14,16 +14,18 @@ from aiohttp import web
 from transom.errors import UnavailableError
 from transom.gateway import playground
 from transom.gateway.admission import Admission
+from transom.gateway.api_keys import ApiKeys, KeyLimits
 from transom.gateway.config import GatewayConfig
 from transom.gateway.embeddings import LiveEmbedding
 from transom.gateway.endpoints import ENDPOINTS
 from transom.gateway.exchange import Dispatcher
 from transom.gateway.fleet import STAGES, Fleet, StageName
 from transom.gateway.fleet_view import show_fleet
-from transom.gateway.handlers import Handlers
-from transom.gateway.http_edge import ApiKeys, middlewares
+from transom.gateway.handlers import Handlers, shutting_down
+from transom.gateway.http_edge import middlewares
 from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.prepare import Model
+from transom.gateway.quota import Quotas
 from transom.gateway.requests import LiveRequest, RequestTable
 from transom.gateway.trace import TraceBook
 from transom.messages import EmbeddingChunk, EncodeDone, Pong, RequestFailed, TokenChunk
@@ -48,13 +50,22 @@ class GatewayStage(Stage):
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._keys = ApiKeys.from_file(config.api_keys_file)
+        self._keys = ApiKeys.from_file(
+            config.api_keys_file,
+            KeyLimits(
+                requests_per_minute=config.key_requests_per_minute, max_inflight=config.key_max_inflight
+            ),
+        )
         self._metrics = GatewayMetrics()
+        self._quotas = Quotas(self._keys, count=self._metrics.count_key, at_once=self._metrics.change_key)
         self._table = RequestTable()
         self._admission = Admission(
             max_choices=config.max_inflight,
             max_tokens=config.max_queue_tokens,
             max_bytes=config.max_buffered_mb * 1024 * 1024,
+            max_waiting=config.max_waiting,
+            max_wait_s=config.max_wait_s,
+            shared=len(self._keys) > 1,
         )
         self._fleet: Fleet | None = None
         self._handlers: Handlers | None = None
@@ -70,14 +81,14 @@ class GatewayStage(Stage):
             ping_interval_s=config.ping_interval_s,
             worker_timeout_s=config.worker_timeout_s,
         )
-        dispatcher = Dispatcher(fleet, self._table, self._admission, transport.address)
+        dispatcher = Dispatcher(fleet, self._table, transport.address)
         traces = TraceBook(config.kept_traces, fleet.name)
         self._handlers = Handlers(
             config,
             model,
             dispatcher,
             self._admission,
-            self._keys,
+            self._quotas,
             self._metrics,
             traces,
             lambda: show_fleet(fleet, self.load()),
@@ -124,6 +135,7 @@ class GatewayStage(Stage):
             "choices": float(self._admission.choices),
             "tokens": float(self._admission.tokens),
             "buffered_bytes": float(self._admission.buffered_bytes),
+            "waiting": float(self._admission.waiting),
         }
         if self._fleet is not None:
             for stage in ("encoder", "prefill", "decode"):
@@ -140,6 +152,7 @@ class GatewayStage(Stage):
     async def drain(self) -> None:
         if self._handlers is not None:
             self._handlers.draining = True
+        self._admission.send_away(shutting_down)
         await self._table.wait_idle()
 
     async def close(self) -> None:
@@ -148,7 +161,7 @@ class GatewayStage(Stage):
 
     def app_limits(self) -> dict[str, Any]:
         return {
-            "middlewares": middlewares(self._keys, self._config.cors_origins),
+            "middlewares": middlewares(self._keys, self._quotas, self._config.cors_origins),
         }
 
     def routes(self) -> list[web.RouteDef]:

@@ -22,7 +22,7 @@ from transom.gateway.timeline import Timeline
 Span = dict[str, Any]
 WorkerName = Callable[[str], str]
 
-_GATEWAY_STEPS = ("body", "parse", "prepare", "send")
+_GATEWAY_STEPS = ("body", "parse", "prepare", "admit", "send")
 _ITEM_STEPS = ("queue", "fetch", "decode", "preprocess", "encode")
 _MAX_NOTES = 8
 

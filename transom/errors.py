@@ -118,6 +118,13 @@ class OverloadedError(TransomError):
     code = "overloaded"
 
 
+class RateLimitError(TransomError):
+    """An API key has used up what it may send; the client should come back after `retry_after_s`."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+
 class CancelledRequestError(TransomError):
     """The client went away; nobody reads the answer any more."""
 

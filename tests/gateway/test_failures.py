@@ -290,7 +290,7 @@ async def test_what_a_stranger_sends_is_not_taken(fleet: ScriptedFleet, client: 
 
 
 async def test_too_much_at_once_is_refused_with_a_time_to_come_back(start_fleet: FleetFactory) -> None:
-    fleet = await start_fleet(max_inflight=2)
+    fleet = await start_fleet(max_inflight=2, max_waiting=0)
     hold = asyncio.Event()
     fleet.script = Script(hold=hold)
     url = f"{fleet.url}/v1/chat/completions"

@@ -270,39 +270,18 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
         assert (request.error is not None) == (address in held)
 
 
-def test_admission_gives_back_what_it_holds() -> None:
-    admission = Admission(max_choices=3, max_tokens=100, max_bytes=10)
-    with admission.hold(1, 500), pytest.raises(OverloadedError), admission.hold(1, 1):
-        pass  # alone, even a giant may run
-    with admission.hold(2, 60):
-        with pytest.raises(OverloadedError) as caught, admission.hold(2, 1):
-            pass
-        assert caught.value.retry_after_s
-        with pytest.raises(OverloadedError), admission.hold(1, 41):
-            pass
-    with admission.buffer() as first, admission.buffer() as second:
-        first(8)
-        second(2)
-        with pytest.raises(OverloadedError):
-            second(1)
-    with admission.buffer() as only:
-        only(999)
-    assert (admission.choices, admission.tokens, admission.buffered_bytes) == (0, 0, 0)
-
-
 def test_a_full_send_queue_undoes_the_whole_request() -> None:
     wire = Wire()
     fleet = make_fleet(wire, Clock(), [])
     wake_all(fleet)
-    table, admission = RequestTable(), Admission(max_choices=9, max_tokens=10**6, max_bytes=1)
-    dispatcher = Dispatcher(fleet, table, admission, "tcp://gateway")
+    table = RequestTable()
+    dispatcher = Dispatcher(fleet, table, "tcp://gateway")
     wire.full = {"tcp://p0", "tcp://p1"}
     item = MediaItem(modality="image", param="p", data=b"x")
     plan = Plan(Prompt([TextPart([1])], 1), Sampling(max_tokens=5))
     with pytest.raises(OverloadedError), dispatcher.open("r", [plan], [Attachment(item, "k")], timeout_s=9):
         pass
     assert len(table) == 0
-    assert admission.choices == 0
     assert {address[6] for address, _ in wire.aborts()} == {"e", "d"}
     fleet.check_integrity()
     assert all(worker.own_requests == 0 for worker in fleet.workers())
@@ -312,9 +291,7 @@ def test_choices_of_one_prompt_share_their_prefill_worker() -> None:
     wire = Wire()
     fleet = make_fleet(wire, Clock(), [])
     wake_all(fleet)
-    dispatcher = Dispatcher(
-        fleet, RequestTable(), Admission(max_choices=9, max_tokens=10**6, max_bytes=1), "tcp://gateway"
-    )
+    dispatcher = Dispatcher(fleet, RequestTable(), "tcp://gateway")
     prompts = [Prompt([TextPart([n])], 1) for n in range(2)]
     plans = [Plan(prompt, spread_seed(Sampling(max_tokens=5), k)) for prompt in prompts for k in range(2)]
     with dispatcher.open("r", plans, [], timeout_s=9):

@@ -57,7 +57,7 @@ async def test_a_finished_request_shows_its_stages_in_order(fleet: ScriptedFleet
     assert found["usage"] == answer["usage"]
     stages = [span["stage"] for span in found["spans"]]
     assert list(dict.fromkeys(stages)) == ["gateway", "encoder", "prefill", "decode"]
-    assert [span["name"] for span in found["spans"]][:4] == ["body", "parse", "prepare", "send"]
+    assert [span["name"] for span in found["spans"]][:5] == ["body", "parse", "prepare", "admit", "send"]
     for span in found["spans"]:
         assert span["start_ms"] >= 0
         assert span["start_ms"] + span["duration_ms"] <= found["duration_ms"] + 2.0, span
