@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from transom.errors import ErrorInfo, OverloadedError, StageLostError, UnavailableError
-from transom.gateway.admission import Admission
 from transom.gateway.exchange import Attachment, Dispatcher, Plan, spread_seed
 from transom.gateway.fleet import Fleet, StageName
 from transom.gateway.prompt import Prompt
@@ -316,8 +315,7 @@ class RequestMachine(RuleBasedStateMachine):
             clock=self.clock,
             rng=random.Random(1),
         )
-        self.admission = Admission(max_choices=6, max_tokens=10**6, max_bytes=1)
-        self.dispatcher = Dispatcher(self.fleet, self.table, self.admission, "tcp://gateway")
+        self.dispatcher = Dispatcher(self.fleet, self.table, "tcp://gateway")
         self.open: list[tuple[Any, Any]] = []
         self.number = 0
         wake_all(self.fleet)
@@ -330,8 +328,8 @@ class RequestMachine(RuleBasedStateMachine):
         context = self.dispatcher.open(f"r{self.number}", [plan] * choices, media, timeout_s=9)
         try:
             self.open.append((context, context.__enter__()))
-        except (OverloadedError, UnavailableError):
-            assert self.admission.choices + choices > 6 or self.fleet.missing()
+        except UnavailableError:
+            assert self.fleet.missing()
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 5), index=st.integers(0, 3), last=st.booleans())
@@ -380,13 +378,12 @@ class RequestMachine(RuleBasedStateMachine):
                         counted[work.address] = counted.get(work.address, 0) + 1
         for worker in self.fleet.workers():
             assert worker.own_requests == counted.get(worker.address, 0)
-        assert self.admission.choices == sum(len(exchange.choices) for _, exchange in self.open)
-        assert len(self.table) == self.admission.choices
+        assert len(self.table) == sum(len(exchange.choices) for _, exchange in self.open)
 
     def teardown(self) -> None:
         for context, _ in self.open:
             context.__exit__(None, None, None)
-        assert self.admission.choices == len(self.table) == 0
+        assert len(self.table) == 0
 
 
 TestRequestMachine = RequestMachine.TestCase
