@@ -62,16 +62,19 @@ class Model:
         """Return (model name, ids) of the body of POST /tokenize: `messages` or `prompt`."""
         fields = load_body(body, api.TokenizeRequest)
         name: str | None = fields.text("model")
+        prompt = fields.text("prompt", required=not fields.has("messages"))
+        tools, thinking = parse_tools(fields), parse_thinking(fields)
+        add_generation_prompt = fields.flag("add_generation_prompt")
         if not fields.has("messages"):
-            return name, self.tokenizer.encode(fields.text("prompt", required=True))
+            return name, self.tokenizer.encode(prompt)
         messages, media = parse_messages(fields, self.limits)
         request = ChatRequest(
             generation=Generation(model=name, sampling=Sampling(max_tokens=1), max_tokens_given=True),
             messages=messages,
             media=media,
-            tools=parse_tools(fields),
-            enable_thinking=parse_thinking(fields),
-            add_generation_prompt=fields.flag("add_generation_prompt"),
+            tools=tools,
+            enable_thinking=thinking,
+            add_generation_prompt=add_generation_prompt,
         )
         pads = {modality: id for id, modality in self.info.pads.items()}
         ids: list[int] = []
