@@ -22,7 +22,7 @@ from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.hub import NANO_NAME
 from transom.llm.capacity import PoolPlan, token_bytes
-from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.spec import DecoderConfig
 from transom.llm.plan import (
     KV_DTYPES,
     PlanOptions,
@@ -128,12 +128,12 @@ class Held:
     pool_bytes: int
 
 
-def fill_dual(config: MiMoV2Config, options: PlanOptions, budget_bytes: int) -> Held:
+def fill_dual(config: DecoderConfig, options: PlanOptions, budget_bytes: int) -> Held:
     """Allocate the engine's pools and admit requests of `context_len` tokens until they are refused."""
     return _fill(config, options, dual_pool_plan(config, options, budget_bytes), slides=True)
 
 
-def fill_single(config: MiMoV2Config, options: PlanOptions, budget_bytes: int) -> Held:
+def fill_single(config: DecoderConfig, options: PlanOptions, budget_bytes: int) -> Held:
     """Fill as `fill_dual` does, but give every layer every page and release nothing: no windowing."""
     pages = single_pool_pages(config, options, budget_bytes)
     width = KV_DTYPES[options.kv_dtype]
@@ -141,7 +141,7 @@ def fill_single(config: MiMoV2Config, options: PlanOptions, budget_bytes: int) -
     return _fill(config, options, PoolPlan(options.page_size, pages, pages, full, swa), slides=False)
 
 
-def _fill(config: MiMoV2Config, options: PlanOptions, plan: PoolPlan, *, slides: bool) -> Held:
+def _fill(config: DecoderConfig, options: PlanOptions, plan: PoolPlan, *, slides: bool) -> Held:
     # Late: help must not wait for torch.
     import torch
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom.errors import ConfigError
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.spec import DecoderConfig, LayerSpec
 
 
 def token_bytes(specs: Sequence[LayerSpec], dtype_bytes: int) -> int:
@@ -74,7 +74,7 @@ def _most_live_pages(window: int, page_size: int, step: int, alignment: int) -> 
 
 
 def plan_pools(
-    config: MiMoV2Config,
+    config: DecoderConfig,
     *,
     budget_bytes: int,
     dtype_bytes: int,

@@ -18,7 +18,7 @@ import torch
 from transom.errors import DeadlineError, TransomError
 from transom.llm.capacity import pages_for
 from transom.llm.intake import Intake
-from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.causal_lm import CausalLM
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import (
@@ -65,7 +65,7 @@ class Engine:
 
     def __init__(
         self,
-        model: MiMoV2ForCausalLM,
+        model: CausalLM,
         pools: DualPools,
         limits: EngineLimits,
         emit: Callable[[list[Event]], None],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transom.llm.capacity import pages_for
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.spec import DecoderConfig, LayerSpec
 
 WEIGHT_DTYPES = ("fp8", "bf16", "fp32")
 
@@ -28,7 +28,9 @@ class Weights:
         return self.attention + self.dense + self.embedding + self.experts + self.other
 
 
-def weight_bytes(config: MiMoV2Config, dtype: str, *, ep: int = 1, tp: int = 1, mtp: bool = False) -> Weights:
+def weight_bytes(
+    config: DecoderConfig, dtype: str, *, ep: int = 1, tp: int = 1, mtp: bool = False
+) -> Weights:
     """Return the bytes of weights on the fullest GPU of a group.
 
     Attention, dense FFN, embedding and head are split by tp; routers and norms are replicated; each GPU holds
@@ -37,7 +39,7 @@ def weight_bytes(config: MiMoV2Config, dtype: str, *, ep: int = 1, tp: int = 1, 
     """
     hidden, plain = config.hidden_size, 4 if dtype == "fp32" else 2
     modules = config.mtp_layers if mtp else 0
-    specs = [*config.layers, *[config.mtp_spec] * modules]
+    specs = [*config.layers, *config.mtp_specs[:modules]]
     attention = dense = experts = 0
     for spec in specs:
         attention += _attention_bytes(config, spec, dtype, plain)
@@ -56,7 +58,7 @@ def weight_bytes(config: MiMoV2Config, dtype: str, *, ep: int = 1, tp: int = 1, 
 
 
 def activation_bytes(
-    config: MiMoV2Config, dtype: str, *, chunk: int, running_requests: int, tp: int = 1
+    config: DecoderConfig, dtype: str, *, chunk: int, running_requests: int, tp: int = 1
 ) -> int:
     """Estimate the memory of one step: the widest layer's buffers for a chunk, and fp32 logits.
 
@@ -78,7 +80,7 @@ def _qkv_rows(spec: LayerSpec) -> tuple[int, int, int]:
     return spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.v_head_dim
 
 
-def _attention_bytes(config: MiMoV2Config, spec: LayerSpec, dtype: str, plain: int) -> int:
+def _attention_bytes(config: DecoderConfig, spec: LayerSpec, dtype: str, plain: int) -> int:
     rows, shards = sum(_qkv_rows(spec)), config.qkv_shards
     # A fused qkv tensor restarts its scale blocks in each shard.
     qkv = shards * _matrix(rows // shards, config.hidden_size, dtype, config.weight_block)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from transom.errors import ContextLengthError, TransomError
-from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.spec import DecoderConfig
 from transom.llm.request import EmbeddingRows, Extend, Request
 from transom.llm.sampler import SamplerState, check_sampling
 
@@ -19,7 +19,7 @@ from transom.llm.sampler import SamplerState, check_sampling
 class Intake:
     """Puts commands' content into requests. `context_len` counts prompt and output tokens."""
 
-    def __init__(self, config: MiMoV2Config, device: torch.device, context_len: int) -> None:
+    def __init__(self, config: DecoderConfig, device: torch.device, context_len: int) -> None:
         self._config = config
         self._device = device
         self._context_len = context_len

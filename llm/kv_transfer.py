@@ -14,7 +14,7 @@ import torch
 
 from transom.errors import ProtocolError, TransomError
 from transom.llm.capacity import token_bytes
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.spec import DecoderConfig, LayerSpec
 from transom.llm.pools import HostKV
 from transom.messages import Abort, Dtype, KVHandoff, KVReserve, TensorMeta
 from transom.transport import Frame, Transport
@@ -55,7 +55,7 @@ def pack_kv(host_kv: HostKV) -> tuple[tuple[TensorMeta, ...], list[Frame]]:
     return metas, list(frames)
 
 
-def unpack_kv(handoff: KVHandoff, frames: Sequence[Frame], config: MiMoV2Config) -> HostKV:
+def unpack_kv(handoff: KVHandoff, frames: Sequence[Frame], config: DecoderConfig) -> HostKV:
     """Return the KV that came with `handoff`; raise ProtocolError unless it fits the model."""
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
@@ -80,7 +80,7 @@ def _kv_shapes(specs: Sequence[LayerSpec], tokens: int) -> list[tuple[int, ...]]
     return [(*head, specs[0].head_dim), (*head, specs[0].v_head_dim)]
 
 
-def handoff_bytes(config: MiMoV2Config, prompt_len: int, dtype_bytes: int) -> int:
+def handoff_bytes(config: DecoderConfig, prompt_len: int, dtype_bytes: int) -> int:
     """Return the host memory that the KV of a prompt takes between prefill and decode."""
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]

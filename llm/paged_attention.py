@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from transom.kernels.paged_attention import paged_attention
-from transom.llm.model.config import LayerSpec
+from transom.llm.model.spec import LayerSpec
 from transom.llm.pools import NULL_PAGE, DualPools, RequestKV
 
 Ints = npt.NDArray[np.int64]

@@ -17,7 +17,8 @@ from transom.hub import NANO_NAME, resolve_model
 from transom.llm.capacity import PoolPlan, pages_for, plan_pools, swa_live_tokens, token_bytes
 from transom.llm.config import LlmConfig
 from transom.llm.footprint import WEIGHT_DTYPES, Weights, activation_bytes, weight_bytes
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.registry import config_from_dict, read_config
+from transom.llm.model.spec import DecoderConfig, LayerSpec
 
 GB = 1_000_000_000
 KV_DTYPES = {"bf16": 2, "fp8": 1, "fp32": 4}
@@ -31,7 +32,7 @@ class PlannedModel:
     """A model to plan for. `quantized`: its checkpoint holds fp8 weights."""
 
     name: str
-    config: MiMoV2Config
+    config: DecoderConfig
     quantized: bool
 
 
@@ -51,9 +52,9 @@ def find_model(name: str) -> PlannedModel:
     elif name == NANO_NAME:
         path = resolve_model(name) / "config.json"
     if path.name == "config.json":
-        MiMoV2Config.from_folder(path.parent)  # says in one line what is wrong with the file
+        read_config(path.parent)  # says in one line what is wrong with the file
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return PlannedModel(name, MiMoV2Config.from_dict(raw), bool(raw.get("quantization_config")))
+    return PlannedModel(name, config_from_dict(raw), bool(raw.get("quantization_config")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,7 @@ def plan_capacity(model: PlannedModel, options: PlanOptions) -> CapacityPlan:
     )
 
 
-def kv_bytes(config: MiMoV2Config, kv_dtype: str) -> KVBytes:
+def kv_bytes(config: DecoderConfig, kv_dtype: str) -> KVBytes:
     """Return per layer and token kv_heads * (head_dim + v_head_dim) * dtype, summed by kind of layer.
 
     The query itself is the last of a window's keys, so between two steps window - 1 tokens are kept.
@@ -205,13 +206,13 @@ def kv_bytes(config: MiMoV2Config, kv_dtype: str) -> KVBytes:
     dtype_bytes = KV_DTYPES[kv_dtype]
     swa_token = token_bytes(_swa(config), dtype_bytes)
     kept = _window(config) - 1
-    mtp_kept = (config.mtp_spec.window or 1) - 1
-    mtp_token = token_bytes([config.mtp_spec] * config.mtp_layers, dtype_bytes)
+    mtp_kept = max((spec.window or 1 for spec in config.mtp_specs), default=1) - 1
+    mtp_token = token_bytes(config.mtp_specs, dtype_bytes)
     full_token = token_bytes(_full(config), dtype_bytes)
     return KVBytes(full_token, swa_token, kept, kept * swa_token, mtp_kept * mtp_token)
 
 
-def request_bytes(config: MiMoV2Config, options: PlanOptions) -> RequestBytes:
+def request_bytes(config: DecoderConfig, options: PlanOptions) -> RequestBytes:
     """Return what a request of `context_len` tokens takes with one pool and with two."""
     kv = kv_bytes(config, options.kv_dtype)
     length, page = options.context_len, options.page_size
@@ -225,7 +226,7 @@ def request_bytes(config: MiMoV2Config, options: PlanOptions) -> RequestBytes:
 
 
 def _plan_size(
-    config: MiMoV2Config, rank: MiMoV2Config, options: PlanOptions, reserve: int, ep: int
+    config: DecoderConfig, rank: DecoderConfig, options: PlanOptions, reserve: int, ep: int
 ) -> EPPlan:
     if ep % options.tp:
         raise ConfigError(f"--ep {ep}: must be a multiple of --tp {options.tp}")
@@ -237,13 +238,13 @@ def _plan_size(
     )
 
 
-def single_pool_pages(config: MiMoV2Config, options: PlanOptions, budget_bytes: int) -> int:
+def single_pool_pages(config: DecoderConfig, options: PlanOptions, budget_bytes: int) -> int:
     """Return the pages, null page included, of one pool in which every layer keeps every token."""
     page_bytes = options.page_size * token_bytes(config.layers, KV_DTYPES[options.kv_dtype])
     return max(budget_bytes, 0) // page_bytes
 
 
-def dual_pool_plan(config: MiMoV2Config, options: PlanOptions, budget_bytes: int) -> PoolPlan:
+def dual_pool_plan(config: DecoderConfig, options: PlanOptions, budget_bytes: int) -> PoolPlan:
     """Return what the engine would allocate. Raise ConfigError when it would refuse to start."""
     return plan_pools(
         config,
@@ -256,7 +257,7 @@ def dual_pool_plan(config: MiMoV2Config, options: PlanOptions, budget_bytes: int
     )
 
 
-def single_fit(config: MiMoV2Config, options: PlanOptions, budget_bytes: int, pools: int) -> Fit:
+def single_fit(config: DecoderConfig, options: PlanOptions, budget_bytes: int, pools: int) -> Fit:
     """Return what `pools` single pools of `budget_bytes` each hold."""
     pages = single_pool_pages(config, options, budget_bytes)
     if pages < 2:
@@ -267,7 +268,7 @@ def single_fit(config: MiMoV2Config, options: PlanOptions, budget_bytes: int, po
     return Fit(pages, 0, pages * page_bytes, tokens, (pages - 1) // full * pools)
 
 
-def dual_fit(config: MiMoV2Config, options: PlanOptions, budget_bytes: int, pools: int) -> Fit:
+def dual_fit(config: DecoderConfig, options: PlanOptions, budget_bytes: int, pools: int) -> Fit:
     """Return what `pools` dual pools of `budget_bytes` each hold: requests that decode at `context_len`."""
     try:
         plan = dual_pool_plan(config, options, budget_bytes)
@@ -280,42 +281,42 @@ def dual_fit(config: MiMoV2Config, options: PlanOptions, budget_bytes: int, pool
     return Fit(plan.full_pages, plan.swa_pages, plan.total_bytes, plan.full_tokens * pools, requests * pools)
 
 
-def _request_pages(config: MiMoV2Config, options: PlanOptions) -> tuple[int, int]:
+def _request_pages(config: DecoderConfig, options: PlanOptions) -> tuple[int, int]:
     """Return the (full, SWA) pages of a request that decodes at `context_len`."""
     full = pages_for(options.context_len, options.page_size)
     return full, min(full, _live_pages(config, options, 0))
 
 
-def _live_pages(config: MiMoV2Config, options: PlanOptions, chunk: int) -> int:
+def _live_pages(config: DecoderConfig, options: PlanOptions, chunk: int) -> int:
     """Return the most SWA pages of a request, decoding (chunk 0) or in the middle of a chunk."""
     live = swa_live_tokens(_window(config), options.page_size, options.release_interval, chunk)
     return live // options.page_size
 
 
-def _full(config: MiMoV2Config) -> list[LayerSpec]:
+def _full(config: DecoderConfig) -> list[LayerSpec]:
     return [spec for spec in config.layers if spec.full]
 
 
-def _swa(config: MiMoV2Config) -> list[LayerSpec]:
+def _swa(config: DecoderConfig) -> list[LayerSpec]:
     return [spec for spec in config.layers if not spec.full]
 
 
-def _window(config: MiMoV2Config) -> int:
+def _window(config: DecoderConfig) -> int:
     return max((spec.window or 1 for spec in _swa(config)), default=1)
 
 
-def _with_mtp(config: MiMoV2Config) -> MiMoV2Config:
+def _with_mtp(config: DecoderConfig) -> DecoderConfig:
     """The modules are SWA layers as far as KV goes."""
-    return dataclasses.replace(config, layers=config.layers + (config.mtp_spec,) * config.mtp_layers)
+    return dataclasses.replace(config, layers=config.layers + config.mtp_specs)
 
 
-def _tp_rank(config: MiMoV2Config, tp: int) -> MiMoV2Config:
+def _tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
     """Give the layers the KV heads of one TP rank; a rank has at least one, which others may hold as well."""
     layers = tuple(dataclasses.replace(spec, kv_heads=-(-spec.kv_heads // tp)) for spec in config.layers)
     return dataclasses.replace(config, layers=layers)
 
 
-def _ep_sizes(config: MiMoV2Config, tp: int) -> Sequence[int]:
+def _ep_sizes(config: DecoderConfig, tp: int) -> Sequence[int]:
     experts = config.num_experts or 1
     powers = [2**i for i in range(_MAX_EP.bit_length()) if experts % 2**i == 0]
     return [ep for ep in powers if ep % tp == 0] or [tp]

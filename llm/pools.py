@@ -15,7 +15,7 @@ import torch
 
 from transom.errors import OverloadedError
 from transom.llm.capacity import PoolPlan, pages_for
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.spec import DecoderConfig, LayerSpec
 
 Pages = npt.NDArray[np.int64]  # page numbers of the full pool
 
@@ -167,7 +167,7 @@ class DualPools:
     """Both pools and the map between them."""
 
     def __init__(
-        self, config: MiMoV2Config, plan: PoolPlan, *, dtype: torch.dtype, device: torch.device
+        self, config: DecoderConfig, plan: PoolPlan, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         specs = config.layers
         self.plan = plan

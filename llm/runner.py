@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.causal_lm import CausalLM
 from transom.llm.paged_attention import PagedAttention, Span
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.request import Request
@@ -40,7 +40,7 @@ def _batch_order(step: Step) -> tuple[bool, int]:
 class ModelRunner:
     """A model and the pools its attention reads and writes."""
 
-    def __init__(self, model: MiMoV2ForCausalLM, pools: DualPools) -> None:
+    def __init__(self, model: CausalLM, pools: DualPools) -> None:
         self._model = model
         self._pools = pools
 

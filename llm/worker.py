@@ -22,8 +22,8 @@ from transom.hub import resolve_model
 from transom.llm.capacity import plan_pools
 from transom.llm.config import LlmConfig, PrefillConfig
 from transom.llm.engine import Engine, EngineLimits
+from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.loader import load_language_model
-from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
@@ -74,7 +74,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
-def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tuple[Engine, MiMoV2ForCausalLM]:
+def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tuple[Engine, CausalLM]:
     """Load the model and allocate the pools. Blocks for as long as that takes."""
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     device = pick_device(config.device)

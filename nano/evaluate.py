@@ -61,7 +61,9 @@ class Nano:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.language: MiMoV2ForCausalLM = load_language_model(folder, dtype=torch.float32, device="cpu")
+        language = load_language_model(folder, dtype=torch.float32, device="cpu")
+        assert isinstance(language, MiMoV2ForCausalLM)
+        self.language = language
         self.tower: VisionTower = load_vision(folder, torch.float32, "cpu")
         self.audio: AudioEncoder = load_audio(folder, torch.float32, "cpu")
         self.processor = ProcessorConfig.from_folder(folder)

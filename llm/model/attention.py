@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from transom.kernels.attention import dense_attention
-from transom.llm.model.config import LayerSpec
+from transom.llm.model.spec import LayerSpec
 
 
 class AttentionBackend(Protocol):

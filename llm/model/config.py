@@ -6,7 +6,6 @@ Used by the llm processes and by nano's trainer. Turns the hub's spelling and tr
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,82 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from transom.errors import ConfigError
+from transom.llm.model.reader import ConfigReader, read_json
+from transom.llm.model.spec import DecoderConfig, LayerSpec
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """Everything one layer's attention and feed-forward part depend on.
+@dataclass(frozen=True, kw_only=True)
+class MiMoV2Config(DecoderConfig):
+    """A MiMo-V2 language model."""
 
-    `window` counts the keys a query sees, itself included; None means all earlier ones.
-    `scale` multiplies q.k before the softmax.
-    """
-
-    full: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    rotary_dim: int
-    rope_theta: float
-    window: int | None
-    has_sink: bool
-    moe: bool
-    intermediate: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class MiMoV2Config:
-    """A MiMo-V2 language model: one spec per layer, and one that all `mtp_layers` MTP modules share.
-
-    MTP module k has layer id num_layers + k. `qkv_shards` is the number of slices that a fused qkv tensor
-    interleaves; `weight_block` the rows and columns that share one fp8 scale.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    layers: tuple[LayerSpec, ...]
-    mtp_layers: int
-    mtp_spec: LayerSpec
-    rms_norm_eps: float
     value_scale: float
-    num_experts: int
-    experts_per_token: int
     norm_topk_prob: bool
     routed_scaling_factor: float
-    qkv_shards: int
-    weight_block: tuple[int, int]
-    tie_word_embeddings: bool
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
-    special_token_ids: Mapping[str, int]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def layer_is_full(self) -> tuple[bool, ...]:
-        return tuple(spec.full for spec in self.layers)
-
-    def spec(self, layer: int) -> LayerSpec:
-        """Return the spec of a layer id; ids from num_layers on are the MTP modules."""
-        return self.layers[layer] if layer < len(self.layers) else self.mtp_spec
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> MiMoV2Config:
         """Read `folder/config.json`. Raise ConfigError when it is absent, no JSON or not a MiMo-V2 config."""
-        path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path} must hold a JSON object, not {type(raw).__name__}")
-        return cls.from_dict(raw)
+        return cls.from_dict(read_json(folder))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> MiMoV2Config:
@@ -98,14 +37,9 @@ class MiMoV2Config:
 
 
 _MODEL_TYPES = ("mimo_v2", "mimo_v2_flash")
-_TOKEN_ID_SUFFIX = "_token_id"
 
 
-class _Reader:
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.num_layers = self.integer("num_hidden_layers", low=1)
-
+class _Reader(ConfigReader):
     def config(self) -> MiMoV2Config:
         self._refuse_unsupported()
         full = self._pattern("hybrid_layer_pattern", "layer_types", {0: True, 1: False}, _FULL_NAMES)
@@ -122,7 +56,6 @@ class _Reader:
         if any(sparse) and not 1 <= per_token <= experts:
             raise ConfigError(f"num_experts_per_tok = {per_token} must be in 1..n_routed_experts = {experts}")
         block = self.raw.get("quantization_config") or {}
-        eos = self.raw.get("eos_token_id")
         return MiMoV2Config(
             vocab_size=self.integer("vocab_size", low=1),
             hidden_size=self.integer("hidden_size", low=1),
@@ -139,13 +72,12 @@ class _Reader:
             weight_block=_pair(block.get("weight_block_size") or (128, 128)),
             tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
             max_position_embeddings=self.integer("max_position_embeddings", default=262144, low=1),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            eos_token_ids=self.eos_token_ids(),
             pad_token_id=self.raw.get("pad_token_id"),
-            special_token_ids=self._token_ids(),
+            special_token_ids=self.token_ids(),
         )
 
     def _refuse_unsupported(self) -> None:
-        """What would change the arithmetic but is not implemented must not be ignored silently."""
         allowed: dict[str, tuple[Any, ...]] = {
             "model_type": _MODEL_TYPES,
             "hidden_act": ("silu", None),
@@ -156,11 +88,7 @@ class _Reader:
             "n_shared_experts": (0, None),
             "attention_bias": (False, None),
         }
-        for key, values in allowed.items():
-            value = self.raw.get(key)
-            if value not in values:
-                listed = ", ".join(repr(v) for v in values if v is not None)
-                raise ConfigError(f"{key} = {value!r} is not supported; allowed: {listed}")
+        self.refuse_other(allowed)
 
     def _pattern(
         self, hub: str, transformers: str, hub_values: Mapping[int, bool], names: Mapping[str, bool]
@@ -240,37 +168,6 @@ class _Reader:
             raise ConfigError(f"rope_scaling type = {kind!r} is not supported; allowed: 'default'")
         theta = self.number("rope_theta") if full else self.number("swa_rope_theta", "rope_theta")
         return theta, self.number("partial_rotary_factor")
-
-    def _token_ids(self) -> dict[str, int]:
-        """Collect `*_token_id` of the top level and of processor_config, keyed without the suffix."""
-        found: dict[str, int] = {}
-        for source in (self.raw.get("processor_config") or {}, self.raw):
-            for key, value in source.items():
-                if key.endswith(_TOKEN_ID_SUFFIX) and isinstance(value, int):
-                    found[key.removesuffix(_TOKEN_ID_SUFFIX)] = value
-        return found
-
-    def integer(self, *names: str, default: int | None = None, low: int) -> int:
-        name, value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name} = {value!r} must be a whole number >= {low}")
-        return value
-
-    def number(self, *names: str, default: float | None = None) -> float:
-        name, value = self._first(names, default)
-        usable = isinstance(value, int | float) and not isinstance(value, bool)
-        if not usable or not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"{name} = {value!r} must be a number > 0")
-        return float(value)
-
-    def _first(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-        """Return the first of `names` that is present and not null: the hub writes null for a default."""
-        for name in names:
-            if self.raw.get(name) is not None:
-                return name, self.raw[name]
-        if default is None:
-            raise ConfigError(f"{names[0]} is missing")
-        return names[0], default
 
 
 _FULL_NAMES = {"full_attention": True, "sliding_attention": False}

@@ -5,7 +5,7 @@ Runs on flat packed tokens. Knows neither requests nor KV caches: attention is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,8 +14,11 @@ from torch.nn import functional
 from transom.kernels.moe import route_tokens, run_experts, swiglu
 from transom.kernels.rms_norm import rms_norm
 from transom.kernels.rope import apply_rope, rope_table
+from transom.kernels.weights import Slot
 from transom.llm.model.attention import AttentionBackend
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.causal_lm import CausalLM
+from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.spec import LayerSpec
 
 RopeTables = Mapping[tuple[float, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -175,8 +178,12 @@ class MTPModule(nn.Module):
         return out
 
 
-class MiMoV2ForCausalLM(nn.Module):
+class MiMoV2ForCausalLM(CausalLM):
     """The target model and, in `mtp`, its draft modules, which share the embedding and the head."""
+
+    # The encoder's share of a multimodal checkpoint.
+    ignored_prefixes = ("visual.", "speech_embeddings.", "audio_encoder.", "audio_tokenizer.")
+    config: MiMoV2Config
 
     def __init__(self, config: MiMoV2Config) -> None:
         super().__init__()
@@ -185,29 +192,26 @@ class MiMoV2ForCausalLM(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, spec, i) for i, spec in enumerate(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tie()
         self.mtp = nn.ModuleList(
-            MTPModule(config, config.mtp_spec, config.num_layers + k) for k in range(config.mtp_layers)
+            MTPModule(config, spec, config.num_layers + k) for k, spec in enumerate(config.mtp_specs)
         )
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return (tokens, hidden) for token ids (tokens,)."""
-        out: torch.Tensor = self.embed_tokens(ids)
-        return out
-
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionBackend) -> torch.Tensor:
-        """Return hidden states (tokens, hidden) after the final norm for embeddings x (tokens, hidden).
-
-        `positions` (tokens,) count from 0 within each request; media embeddings take part like any token's.
-        """
+        """Return hidden states (tokens, hidden) after the final norm for embeddings x (tokens, hidden)."""
         rope = rope_tables(self.config.layers, positions)
         for layer in self.layers:
             x = layer(x, rope, attn)
         out: torch.Tensor = self.norm(x)
         return out
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits (rows, vocab); pass only the rows that are needed."""
-        out: torch.Tensor = self.lm_head(hidden)
-        return out.float()
+    def keep_fp32(self) -> Iterable[nn.Module]:
+        """Return the routers: half precision changes which experts they choose."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def slots(self, is_in_checkpoint: Callable[[str], bool]) -> dict[str, Slot]:
+        """Map the hub's tensor names to views of the parameters, fused or split as the checkpoint has qkv."""
+        # tensors.py names the parts of this module, so it cannot be imported before them.
+        from transom.llm.model.tensors import language_model_slots
+
+        return language_model_slots(self, is_in_checkpoint)

@@ -10,8 +10,6 @@ from transom.kernels.weights import Slot, fused_qkv_order
 from transom.llm.model.mimo_v2 import Attention, DecoderLayer, DenseMLP, MiMoV2ForCausalLM, MoE, MTPModule
 
 MTP_PREFIX = "model.mtp."
-# The encoder's share of a multimodal checkpoint.
-OTHER_PREFIXES = ("visual.", "speech_embeddings.", "audio_encoder.", "audio_tokenizer.")
 
 
 def language_model_slots(model: MiMoV2ForCausalLM, is_fused: Callable[[str], bool]) -> dict[str, Slot]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from transom.llm.model.config import LayerSpec, MiMoV2Config
+from transom.llm.model.config import MiMoV2Config
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.spec import LayerSpec
 
 
 class CachedAttention:

@@ -54,7 +54,7 @@ def v2_5(hub_config: HubConfig) -> MiMoV2Config:
 def test_published_v2_5(hub_config: HubConfig) -> None:
     config = v2_5(hub_config)
     assert config.num_layers == 48
-    assert [i for i, full in enumerate(config.layer_is_full) if full] == FULL_LAYERS
+    assert [i for i, full in enumerate(s.full for s in config.layers) if full] == FULL_LAYERS
     full, sliding = config.layers[0], config.layers[1]
     assert (full.heads, full.kv_heads, full.head_dim, full.v_head_dim, full.rotary_dim) == (
         64,
@@ -71,7 +71,8 @@ def test_published_v2_5(hub_config: HubConfig) -> None:
         129, True, 1e4, True, 2048,
     )  # fmt: skip
     assert full.scale == pytest.approx(192**-0.5)
-    assert config.spec(48) is config.spec(50) is config.mtp_spec
+    assert config.mtp_specs == (config.mtp_spec,) * 3
+    assert config.mtp_spec is not None
     assert (config.mtp_spec.moe, config.mtp_spec.intermediate) == (False, 16384)
     assert (config.mtp_spec.window, config.mtp_spec.kv_heads, config.mtp_spec.has_sink) == (129, 8, True)
     assert (config.qkv_shards, config.weight_block) == (4, (128, 128))
@@ -111,7 +112,7 @@ def test_published_v2_5_tensors(hub_config: HubConfig) -> None:
 def test_window_keys_and_mtp_size_can_be_set(hub_config: HubConfig) -> None:
     config = MiMoV2Config.from_dict(hub_config(window_keys=6, mtp_intermediate_size=10))
     assert config.layers[1].window == 6
-    assert config.mtp_spec.intermediate == 10
+    assert config.mtp_specs[0].intermediate == 10
 
 
 def test_both_spellings_agree(hub_config: HubConfig) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom.llm.model.attention import PackedAttention
-from transom.llm.model.config import LayerSpec
+from transom.llm.model.spec import LayerSpec
 
 SPEC = LayerSpec(
     full=False, heads=4, kv_heads=2, head_dim=8, v_head_dim=6, rotary_dim=4, rope_theta=1e4, window=4,

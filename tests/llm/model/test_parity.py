@@ -67,7 +67,9 @@ def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> MiMoV2ForCausalLM:
-    return load_language_model(folder, dtype=torch.float32, device="cpu")
+    model = load_language_model(folder, dtype=torch.float32, device="cpu")
+    assert isinstance(model, MiMoV2ForCausalLM)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def test_config_is_read_from_the_transformers_spelling(model: MiMoV2ForCausalLM) -> None:
     config = model.config
-    assert config.layer_is_full == (True, False, False, True, False, False)
+    assert tuple(spec.full for spec in config.layers) == (True, False, False, True, False, False)
     assert [spec.moe for spec in config.layers] == [False, True, True, True, True, True]
     full, sliding = config.layers[0], config.layers[1]
     assert (full.kv_heads, sliding.kv_heads) == (1, 2)

@@ -10,7 +10,6 @@ import torch
 from transom.kernels.weights import grid_shape
 from transom.llm.footprint import weight_bytes
 from transom.llm.model.loader import empty_model
-from transom.llm.model.tensors import language_model_slots
 from transom.llm.plan import find_model
 
 MODELS = ("mimo-nano", "mimo-v2-flash", "mimo-v2.5", "mimo-v2.5-pro")
@@ -36,13 +35,13 @@ def test_fp8_weights_are_the_published_tensors(name: str, fused: bool) -> None:
     config = find_model(name).config
     model = empty_model(config, torch.bfloat16, "meta")
     total = 0
-    for tensor, slot in language_model_slots(model, lambda _: fused).items():
+    for tensor, slot in model.slots(lambda _: fused).items():
         rows, columns = slot.target.shape[0], slot.target.shape[-1]
         size = slot.target.nbytes
         if tensor.endswith(QUANTISED):
             # Split k scales restart at each head in full layers only.
             layer = int(tensor.split(".")[2]) if tensor.startswith("model.layers.") else config.num_layers
-            restarts = fused or config.spec(layer).full
+            restarts = fused or (config.layers + config.mtp_specs)[layer].full
             grid = slot.grids[0 if restarts else -1] if slot.grids else (rows,)
             scales = grid_shape(grid, (rows, columns), config.weight_block)
             size = rows * columns + 4 * scales[0] * scales[1]

@@ -51,7 +51,7 @@ def test_known_configs(
 ) -> None:
     config = find_model(name).config
     assert config.num_layers == layers
-    assert [i for i, full in enumerate(config.layer_is_full) if full] == full_layers
+    assert [i for i, full in enumerate([spec.full for spec in config.layers]) if full] == full_layers
     full, swa = config.layers[0], config.layers[1]
     assert (full.kv_heads, swa.kv_heads) == kv_heads
     assert full.heads == swa.heads == heads
