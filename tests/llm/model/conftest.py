@@ -116,7 +116,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
                 tensor.copy_(noise * 0.5)
             elif "norm" in name:
                 tensor.copy_(1 + noise * 0.3)
-            elif "inv_freq" not in name:
+            elif "inv_freq" not in name and "embed_scale" not in name:
                 tensor.copy_(noise * 0.15)
 
 
