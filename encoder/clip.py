@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transom.encoder.encoding import Chunk, Encoding
-from transom.encoder.engine import Rows
+from transom.encoder.encoding import Chunk, Encoding, Rows
 from transom.encoder.expand import VideoUnit, video_units
 from transom.encoder.gate import StageClock
 from transom.encoder.media import wire
@@ -101,8 +100,8 @@ class Clip:
         return None if self._events.empty() else self._events.get_nowait()
 
     async def _read(self) -> None:
-        pipeline, clock = self._pipeline, StageClock(self._encoding.timings_ms)
-        stream = pipeline.new_mel_stream()
+        pipeline, clock = self._pipeline, StageClock(self._encoding.spans)
+        cutter = pipeline.new_sound_cutter()
         target = (0, 0)
         started = time.monotonic()
         async with pipeline.pool.decode(self._job, self._file) as parts:
@@ -112,17 +111,15 @@ class Clip:
                     target = reply.target
                     self._plan(reply)
                 elif isinstance(reply, wire.FrameUnit):
-                    frames = wire.map_array(fd, np.uint8, (reply.frames, reply.height, reply.width, 3))
-                    patches = await pipeline.in_thread(pipeline.patches, frames, target)
-                    del frames
-                    future = await pipeline.submit_patches(self._encoding, patches)
+                    size = (reply.frames, reply.height, reply.width)
+                    future = await pipeline.submit_frames(self._encoding, fd, size, target)
                     await self._events.put(("unit", (reply.start_s, future)))
                 elif isinstance(reply, wire.Sound):
-                    for future in await pipeline.submit_mels(self._encoding, stream, fd, reply):
+                    for future in await pipeline.submit_sound(self._encoding, cutter, fd, reply):
                         await self._events.put(("sound", future))
                     if reply.last:
                         await self._events.put(("silence", None))
-                started = clock.add("preprocess", started)
+                started = time.monotonic()
             self._encoding.notes = parts.notes
 
     def _plan(self, head: wire.ClipHead) -> None:
@@ -135,7 +132,6 @@ class Clip:
 
     async def _flush(self, *, final: bool = False) -> None:
         """Publish the units whose pictures and sound are complete, as one chunk."""
-        clock, started = StageClock(self._encoding.timings_ms), time.monotonic()
         ids = self._expander.ids
         tokens: list[int] = [ids.video_start] if self._sent == 0 else []
         rows: list[Rows] = []
@@ -170,6 +166,5 @@ class Clip:
             joined = self._empty_rows
         else:
             raise MediaError("video has no frame that can be decoded")
-        clock.add("encode", started)
         self._empty_rows = joined[:0]
         await self._encoding.publish(Chunk(tokens, joined, audio_rows, last))

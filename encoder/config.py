@@ -14,6 +14,13 @@ class EncoderConfig(StageConfig):
     dtype: str = setting("auto", "weights and embeddings; auto is bfloat16 on cuda, else float32",
                          choices=("auto", "float32", "bfloat16"))  # fmt: skip
 
+    ranks: int = setting(
+        1, "processes that embed, one a device; on the CPU they share `threads`", ge=1, le=64, metavar="N"
+    )  # fmt: skip
+    rank_timeout_s: float = setting(
+        300.0, "a rank whose forward takes longer is ended and replaced", ge=0.1, le=36000
+    )
+
     decode_workers: int = setting(2, "processes that decode media", ge=1, le=256)
     decode_threads: int = setting(1, "threads of one video decoder", ge=1, le=64)
     decode_timeout_s: float = setting(60.0, "a decoder silent for so long is killed", ge=0.1, le=3600)

@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transom.encoder.spans import ItemSpans
 from transom.errors import TransomError
 from transom.messages import Modality
+
+Rows = NDArray[Any]  # (rows, hidden), float32 or raw bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of prompt tokens with the rows of its pads: (rows, hidden), float32 or raw bfloat16."""
+    """A run of prompt tokens with the rows of its pads."""
 
     token_ids: list[int]
-    rows: NDArray[Any]
+    rows: Rows
     audio_rows: int
     last: bool
 
@@ -62,7 +65,7 @@ class Encoding:
     error: TransomError | None = None
     notes: tuple[str, ...] = ()
     cache_hit: bool = False
-    timings_ms: dict[str, float] = field(default_factory=dict)
+    spans: ItemSpans = field(default_factory=ItemSpans)
     media_tokens: int = 0
     audio_tokens: int = 0
     _open: list[Reader] = field(default_factory=list)

@@ -9,17 +9,19 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from transom.encoder.spans import ItemSpans
+
 
 @dataclass(slots=True)
 class StageClock:
-    """Adds up where an item's time goes, in ms by stage."""
+    """Books where an item's time goes, by stage."""
 
-    timings_ms: dict[str, float]
+    spans: ItemSpans
 
     def add(self, what: str, since: float) -> float:
         """Book the time since a monotonic moment; return the present moment."""
         now = time.monotonic()
-        self.timings_ms[what] = round(self.timings_ms.get(what, 0.0) + (now - since) * 1000, 3)
+        self.spans.add(what, since, now)
         return now
 
 

@@ -5,15 +5,20 @@ Encoder process. Every label has a fixed set of values; nothing that a client se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from transom.messages import Modality
 from transom.metrics import SECONDS_BUCKETS, SIZE_BUCKETS, Collector
 
+if TYPE_CHECKING:
+    from transom.encoder.ranks.seat import Seat
+
 # Keys of an item's timings that become series.
-STAGES = ("queue", "fetch", "decode", "preprocess", "encode", "total")
+STAGES = ("queue", "fetch", "decode", "preprocess", "batch", "forward", "send", "total")
 
 
 class EncoderMetrics:
@@ -65,3 +70,34 @@ class EncoderMetrics:
         """Count one forward."""
         self.batch_pieces.labels(lane).observe(pieces)
         self.forward_seconds.labels(lane).observe(seconds)
+
+
+class RankCollector:
+    """The figures of each rank. The label is the rank's number, of which there are as many as ranks."""
+
+    def __init__(self, seats: Callable[[], Sequence[Seat]]) -> None:
+        self._seats = seats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family per figure."""
+        ready = GaugeMetricFamily(
+            "transom_encoder_rank_ready", "1 when the rank takes pieces.", labels=["rank"]
+        )
+        outstanding = GaugeMetricFamily(
+            "transom_encoder_rank_outstanding", "Work that the rank holds, in full forwards.", labels=["rank"]
+        )
+        forwards = CounterMetricFamily("transom_encoder_rank_forwards", "Forwards.", labels=["rank"])
+        pieces = CounterMetricFamily("transom_encoder_rank_pieces", "Pieces embedded.", labels=["rank"])
+        busy = CounterMetricFamily("transom_encoder_rank_busy_seconds", "Time in forwards.", labels=["rank"])
+        restarts = CounterMetricFamily(
+            "transom_encoder_rank_restarts", "Starts after a death.", labels=["rank"]
+        )
+        for seat in self._seats():
+            label, figures = [str(seat.index)], seat.figures
+            ready.add_metric(label, float(seat.ready))
+            outstanding.add_metric(label, seat.outstanding)
+            forwards.add_metric(label, figures.batches)
+            pieces.add_metric(label, figures.pieces)
+            busy.add_metric(label, figures.busy_s)
+            restarts.add_metric(label, figures.restarts)
+        yield from (ready, outstanding, forwards, pieces, busy, restarts)

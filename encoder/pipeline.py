@@ -1,33 +1,33 @@
 """From a media file to chunks of embeddings: decode, preprocess, forward, expand, overlapping.
 
-Encoder process, event loop; the heavy parts run in decode processes, preprocessing threads and the
-forward thread. Knows nothing of sockets or requests: it fills an Encoding.
+Encoder process (front), event loop; the heavy parts run in decode processes and in ranks, and pixels go
+from one to the other in the same memory. Knows nothing of sockets or requests: it fills an Encoding.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict
 
 import numpy as np
 
 from transom.encoder.clip import Clip
 from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
-from transom.encoder.encoding import Chunk, Encoding
-from transom.encoder.engine import Engine, Patches, Rows
+from transom.encoder.encoding import Chunk, Encoding, Rows
 from transom.encoder.expand import Expander
 from transom.encoder.gate import CostGate, StageClock
 from transom.encoder.media import wire
 from transom.encoder.models.config import AudioConfig, ProcessorConfig
-from transom.encoder.preprocess import FramePreprocessor, MelStream
+from transom.encoder.ranks import wire as wire_to_ranks
+from transom.encoder.ranks.pool import Ranks
+from transom.encoder.sound import SoundCutter
 from transom.errors import MediaError
 from transom.messages import MediaOptions
 
-T = TypeVar("T")
+_FORWARDS_PENDING = 4  # full forwards' worth of pieces that a rank may have in work
+_MAX_PENDING = 256  # pieces in work for each of these forwards: each holds a descriptor
 
 
 class _PixelBounds(TypedDict):
@@ -54,34 +54,33 @@ class Pipeline:
         self,
         config: EncoderConfig,
         pool: DecodePool,
-        engine: Engine,
+        ranks: Ranks,
         expander: Expander,
         processor: ProcessorConfig,
         audio: AudioConfig,
-        frames: FramePreprocessor,
-        new_mel_stream: Callable[[], MelStream],
     ) -> None:
         self.config = config
         self.pool = pool
-        self._engine = engine
+        self._ranks = ranks
         self.expander = expander
         self._processor = processor
         self.audio = audio
-        self._frames = frames
-        self.new_mel_stream = new_mel_stream
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="preprocess")
-        # Bounds the decoded pixels that wait for preprocessing.
+        # Bounds the pictures between a decoder and their place in a rank's queue.
         self._decoded = asyncio.Semaphore(2 * config.decode_workers + 2)
-        # Bounds the patches that wait for a forward, over all items.
-        self._pending = CostGate(4 * config.batch_patches)
+        self._patch_bytes = 4 * 3 * processor.temporal_patch_size * processor.patch_size**2
+        # Bounds what waits for a forward, over all items, in patches.
+        pending_cost = _FORWARDS_PENDING * config.batch_patches * config.ranks
+        self._pending = CostGate(pending_cost)
+        self._least_cost = max(1, config.batch_patches // _MAX_PENDING)
 
-    async def close(self) -> None:
-        """Stop the threads."""
-        await asyncio.to_thread(self._threads.shutdown)
+    def new_sound_cutter(self) -> SoundCutter:
+        """Return a cutter for one sound."""
+        return SoundCutter(self.audio)
 
     async def run(self, encoding: Encoding, file: wire.MemoryFile, options: MediaOptions) -> None:
         """Publish all chunks of an item; raise MediaError when it is at fault."""
-        self._engine.upstream += 1
+        self._ranks.refuse_quarantined(encoding.key)
+        self._ranks.upstream += 1
         try:
             if encoding.modality == "image":
                 await self._image(encoding, file, options)
@@ -90,12 +89,8 @@ class Pipeline:
             else:
                 await Clip(self, encoding, file, options).run()
         finally:
-            self._engine.upstream -= 1
-            self._engine.cancel(encoding)
-
-    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a preprocessing thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+            self._ranks.upstream -= 1
+            self._ranks.cancel(encoding)
 
     def _image_job(self, options: MediaOptions) -> wire.ImageJob:
         cfg = self._processor
@@ -141,66 +136,86 @@ class Pipeline:
         )
 
     async def _image(self, encoding: Encoding, file: wire.MemoryFile, options: MediaOptions) -> None:
-        clock = StageClock(encoding.timings_ms)
-        async with self._decoded:
+        clock = StageClock(encoding.spans)
+        future: asyncio.Future[Rows] | None = None
+        async with self._decoded, self.pool.decode(self._image_job(options), file) as parts:
             started = time.monotonic()
-            patches: Patches | None = None
-            async with self.pool.decode(self._image_job(options), file) as parts:
-                async for reply, fd in parts:
-                    assert isinstance(reply, wire.Picture)
-                    pixels = wire.map_array(fd, np.uint8, (1, reply.height, reply.width, 3))
-                    started = clock.add("decode", started)
-                    patches = await self.in_thread(self.patches, pixels, reply.target)
-                    started = clock.add("preprocess", started)
-            assert patches is not None
-        rows = await self._embed(encoding, patches)
-        clock.add("encode", started)
+            async for reply, fd in parts:
+                assert isinstance(reply, wire.Picture)
+                clock.add("decode", started)
+                size = (1, reply.height, reply.width)
+                future = await self.submit_frames(encoding, fd, size, reply.target)
+        assert future is not None
+        rows = await future
         await encoding.publish(Chunk(self.expander.image(len(rows)), rows, 0, last=True))
 
-    def patches(self, frames: Any, target: tuple[int, int]) -> Patches:
-        """Cut the frames of one temporal patch (preprocessing thread)."""
-        return Patches(*self._frames(frames, target))
+    def _patches(self, frames: int, target: tuple[int, int]) -> int:
+        """Return how many patches some frames of one item make."""
+        cfg = self._processor
+        height, width = target
+        return -(-frames // cfg.temporal_patch_size) * (height // cfg.patch_size) * (width // cfg.patch_size)
 
-    async def _embed(self, encoding: Encoding, patches: Patches) -> Rows:
-        cost = patches.pixels.shape[0]
-        async with self._pending.hold(cost):
-            return await self._engine.submit(encoding, patches)
+    async def submit_frames(
+        self, encoding: Encoding, fd: int | None, size: tuple[int, int, int], target: tuple[int, int]
+    ) -> asyncio.Future[Rows]:
+        """Hand in decoded frames (count, height, width), waiting while too much is pending. Takes `fd`."""
+        if fd is None:
+            raise MediaError("a decoder answered without data")
+        frames, height, width = size
+        order = wire_to_ranks.Frames(number=0, frames=frames, height=height, width=width, target=target)
+        return await self._submit(encoding, order, self._patches(frames, target), wire.MemoryFile.adopt(fd))
 
-    async def submit_patches(self, encoding: Encoding, patches: Patches) -> asyncio.Future[Rows]:
-        """Hand in one unit, waiting while too much is pending."""
-        hold = self._pending.hold(patches.pixels.shape[0])
-        await hold.__aenter__()
-        future = self._engine.submit(encoding, patches)
+    async def submit_sound(
+        self, encoding: Encoding, cutter: SoundCutter, fd: int | None, sound: wire.Sound
+    ) -> list[asyncio.Future[Rows]]:
+        """Hand in the segments that a piece of sound completes. Takes `fd`."""
+        samples = wire.map_array(fd, np.float32, (sound.samples,))
+        futures = []
+        for window in cutter.push(samples, sound.last):
+            order = wire_to_ranks.Sound(
+                number=0, samples=len(window.samples), skip=window.skip, frames=window.frames
+            )
+            file = wire.MemoryFile.of(np.ascontiguousarray(window.samples).view(np.uint8).data)
+            futures.append(await self._submit(encoding, order, window.frames, file))
+        return futures
+
+    async def _submit(
+        self,
+        encoding: Encoding,
+        order: wire_to_ranks.Frames | wire_to_ranks.Sound,
+        cost: int,
+        file: wire.MemoryFile,
+    ) -> asyncio.Future[Rows]:
+        # In patches: what the piece takes in a rank and, as raw bytes, here; and a share for its descriptor.
+        held = max(cost + file.size_bytes // self._patch_bytes, self._least_cost)
+        hold = self._pending.hold(held)
+        try:
+            await hold.__aenter__()
+        except BaseException:
+            file.close()
+            raise
+        future = self._ranks.submit(encoding, order, cost, file)
         future.add_done_callback(lambda _: hold.release())
         return future
 
-    async def submit_mels(
-        self, encoding: Encoding, stream: MelStream, fd: int | None, sound: wire.Sound
-    ) -> list[asyncio.Future[Rows]]:
-        """Hand in the segments that a piece of sound completes."""
-        samples = wire.map_array(fd, np.float32, (sound.samples,))
-        mels = await self.in_thread(stream.push, samples, sound.last)
-        return [self._engine.submit(encoding, mel) for mel in mels]
-
     async def _sound(self, encoding: Encoding, file: wire.MemoryFile) -> None:
-        clock = StageClock(encoding.timings_ms)
-        stream = self.new_mel_stream()
+        clock = StageClock(encoding.spans)
+        cutter = self.new_sound_cutter()
         ids = self.expander.ids
         head = [ids.audio_start]
         waiting: list[asyncio.Future[Rows]] = []
-        started = time.monotonic()
         async with self.pool.decode(self.audio_job(), file) as parts:
+            started = time.monotonic()
             async for reply, fd in parts:
                 assert isinstance(reply, wire.Sound)
-                started = clock.add("decode", started)
-                waiting += await self.submit_mels(encoding, stream, fd, reply)
-                started = clock.add("preprocess", started)
+                clock.add("decode", started)
+                waiting += await self.submit_sound(encoding, cutter, fd, reply)
                 # One segment stays in flight, so that the next is decoded meanwhile.
                 while waiting if reply.last else len(waiting) > 1:
                     rows = await waiting.pop(0)
                     last = reply.last and not waiting
                     tokens = head + [ids.audio_pad] * len(rows) + ([ids.audio_end] if last else [])
                     head = []
-                    started = clock.add("encode", started)
                     await encoding.publish(Chunk(tokens, rows, len(rows), last))
+                started = time.monotonic()
             encoding.notes = parts.notes

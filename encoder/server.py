@@ -1,7 +1,7 @@
 """The encoder stage: takes EncodeJobs, sends EmbeddingChunks to prefill and the outcome to the gateway.
 
-Encoder process, event loop. Fetching, decoding and embedding are others' work; here stand admission,
-deadlines, aborts, single flight and who is told what.
+Encoder process (front), event loop; loads no torch. Fetching, decoding and embedding are others' work; here
+stand admission, deadlines, aborts, single flight and who is told what.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
+import orjson
+from aiohttp import web
 
 from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
 from transom.encoder.encoding import Encoding
-from transom.encoder.engine import Engine, Towers, choose_device
 from transom.encoder.expand import Expander
 from transom.encoder.fetch import Fetcher, FetchLimits
 from transom.encoder.kept import KeptEncodings
 from transom.encoder.media import wire
-from transom.encoder.metrics import EncoderMetrics
+from transom.encoder.metrics import EncoderMetrics, RankCollector
+from transom.encoder.models.config import AudioConfig, ProcessorConfig
 from transom.encoder.pipeline import Pipeline
-from transom.encoder.preprocess import FramePreprocessor, MelStream
+from transom.encoder.ranks.pool import Ranks
 from transom.encoder.revision import model_revision
+from transom.encoder.spans import ItemSpans, Timeline
 from transom.errors import (
     CancelledRequestError,
     DeadlineError,
@@ -68,15 +70,27 @@ class _Item:
     received_s: float
     charged_bytes: int
     task: asyncio.Task[None] | None = None
-    timings_ms: dict[str, float] = field(default_factory=dict)
+    spans: ItemSpans = field(default_factory=ItemSpans)
+    queue_ms: float = 0.0
 
 
 class EncoderStage(Stage):
-    """One encoder: one device, one pair of towers, its own decode workers."""
+    """One encoder: one address, its decode workers, and ranks with a device and the towers each."""
 
     name = "encoder"
     totals = frozenset(
-        {"served", "failed", "cache_hits", "cache_misses", "cache_evictions", "batches", "decoder_crashes"}
+        {
+            "served",
+            "failed",
+            "cache_hits",
+            "cache_misses",
+            "cache_evictions",
+            "batches",
+            "decoder_crashes",
+            "rank_restarts",
+            "moved_pieces",
+            "trials",
+        }
     )
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -89,11 +103,12 @@ class EncoderStage(Stage):
         self._background: set[asyncio.Task[None]] = set()
         self._kept = KeptEncodings()
         self._metrics = EncoderMetrics()
+        self._timeline = Timeline()
         self._draining = False
         self._served = self._failed = self._hits = self._misses = 0
 
     async def start(self, transport: Transport) -> None:
-        """Start the decode workers and load the towers, side by side."""
+        """Start the decode workers and the ranks, side by side."""
         config = self._config
         self._transport = transport
         self._pool = DecodePool(
@@ -103,37 +118,29 @@ class EncoderStage(Stage):
         )
         self._fetcher = Fetcher(FetchLimits.of(config))
         await self._fetcher.start()
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        folder = await asyncio.to_thread(resolve_model, config.model)
-        device, dtype = choose_device(config)
-        towers, expander, _ = await asyncio.gather(
-            asyncio.to_thread(Towers, folder, device, dtype),
-            asyncio.to_thread(Expander.from_folder, folder),
-            self._pool.start(),
+        folder = Path(await asyncio.to_thread(resolve_model, config.model))
+        self._ranks = Ranks(config, folder, self._metrics, self._timeline)
+        expander, *_ = await asyncio.gather(
+            asyncio.to_thread(Expander.from_folder, folder), self._ranks.start(), self._pool.start()
         )
-        self._dtype = towers.dtype
-        self._revision = await asyncio.to_thread(model_revision, Path(folder), config.full_decode_pixels)
+        self._dtype = self._ranks.dtype
+        self._revision = await asyncio.to_thread(model_revision, folder, config.full_decode_pixels)
         await self._kept.open(
             f"{config.embedding_cache_scope}/{folder.name}/{self._revision}/{self._dtype}",
             config.embedding_cache_mb * _MB,
             keep=config.embedding_cache_keep,
         )
-        self._engine = Engine(towers, config, self._metrics)
-        self._engine.start()
         self._pads = expander.ids.pads
         self._pipeline = Pipeline(
             config,
             self._pool,
-            self._engine,
+            self._ranks,
             expander,
-            towers.processor_cfg,
-            towers.audio_cfg,
-            FramePreprocessor(towers.processor_cfg, device),
-            lambda: MelStream(towers.audio_cfg, device),
+            ProcessorConfig.from_folder(folder),
+            AudioConfig.from_folder(folder),
         )
         logger.info(
-            "encoder of %s on %s in %s, %d decode workers", folder.name, device, dtype, config.decode_workers
+            "encoder of %s, %d ranks, %d decode workers", folder.name, config.ranks, config.decode_workers
         )
 
     async def handle(self, received: Received) -> None:
@@ -168,7 +175,7 @@ class EncoderStage(Stage):
         except TransomError as error:
             self._tell_failure(job, error)
             return
-        item = _Item(job, data, time.monotonic(), size)
+        item = _Item(job, data, time.monotonic(), size, spans=ItemSpans(self._timeline))
         self._items[job.request_id].add(item)
         self._count += 1
         self._bytes += size
@@ -226,7 +233,9 @@ class EncoderStage(Stage):
                     pad_ids=self._pads(job.modality),
                     rows=TensorMeta(self._dtype, chunk.rows.shape),
                 )
+                started = time.monotonic()
                 await self._transport.send_wait(job.reply_to, message, [chunk.raw])
+                item.spans.add("send", started, time.monotonic())
                 index += 1
         finally:
             encoding.leave(reader)
@@ -248,13 +257,13 @@ class EncoderStage(Stage):
     async def _obtain(self, item: _Item) -> wire.MemoryFile:
         """Return the item's bytes, downloaded if need be."""
         started = time.monotonic()
-        item.timings_ms["queue"] = round((started - item.received_s) * 1000, 3)
+        item.queue_ms = round((started - item.received_s) * 1000, 3)
         data: bytearray | memoryview | None = item.data
         item.data = None
         if data is None:
             assert item.job.url is not None
             data = await self._fetcher.fetch(item.job.url)
-            item.timings_ms["fetch"] = round((time.monotonic() - started) * 1000, 3)
+            item.spans.add("fetch", started, time.monotonic())
             item.charged_bytes += len(data)
             self._bytes += len(data)
         return await self._off_loop(len(data), wire.MemoryFile.of, data)
@@ -275,7 +284,11 @@ class EncoderStage(Stage):
         if running is not None and running[0].joinable:
             return running[0], running[0].complete
         encoding = Encoding(
-            key, job.modality, keep_bytes=self._kept.capacity_bytes // 2, window_bytes=_AHEAD_BYTES
+            key,
+            job.modality,
+            keep_bytes=self._kept.capacity_bytes // 2,
+            window_bytes=_AHEAD_BYTES,
+            spans=ItemSpans(self._timeline),
         )
         task = self._spawn(self._produce(encoding, file.duplicate(), job))
         self._running[key] = (encoding, task)
@@ -309,7 +322,11 @@ class EncoderStage(Stage):
         job = item.job
         self._hits += is_hit
         self._misses += not is_hit
-        timings = item.timings_ms | ({} if is_hit else encoding.timings_ms)
+        timings = {"queue": item.queue_ms} | item.spans.timings_ms()
+        spans = item.spans.show(item.received_s)
+        if not is_hit:
+            timings |= encoding.spans.timings_ms()
+            spans += encoding.spans.show(item.received_s)
         timings["total"] = round((time.monotonic() - item.received_s) * 1000, 3)
         done = EncodeDone(
             request_id=job.request_id,
@@ -321,6 +338,7 @@ class EncoderStage(Stage):
             cache_hit=is_hit,
             notes=encoding.notes,
             timings_ms=timings,
+            spans=spans,
         )
         self._metrics.served(job.modality, timings, is_hit=is_hit)
         self._transport.send(job.gateway, done)
@@ -365,7 +383,27 @@ class EncoderStage(Stage):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return what is counted beside the load."""
-        return self._metrics.collectors()
+        return (
+            *self._metrics.collectors(),
+            RankCollector(lambda: self._ranks.seats if self._has_ranks else ()),
+        )
+
+    @property
+    def _has_ranks(self) -> bool:
+        return hasattr(self, "_ranks")
+
+    def unready_reason(self) -> str | None:
+        """Say so while no rank can take anything."""
+        return None if self._ranks.ready else "no rank is ready"
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the route of the timeline."""
+        return [web.get("/timeline", self._show_timeline)]
+
+    async def _show_timeline(self, request: web.Request) -> web.Response:
+        """GET /timeline: what each stage did lately, in the Trace Event Format, and a summary."""
+        body = {"traceEvents": self._timeline.chrome(), "summary": self._timeline.summary()}
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
 
     def load(self) -> dict[str, float]:
         """Return queue lengths, cache figures and counters."""
@@ -377,12 +415,9 @@ class EncoderStage(Stage):
             "cache_hits": self._hits,
             "cache_misses": self._misses,
         }
-        if hasattr(self, "_engine"):
-            queued = self._engine.queued()
+        if self._has_ranks:
+            load |= self._ranks.load()
             load |= {
-                "queued_patches": queued["vision"],
-                "queued_mel_frames": queued["audio"],
-                "batches": self._engine.batches,
                 "decoders_busy": self._pool.busy(),
                 "decoder_crashes": self._pool.crashes,
             }
@@ -402,6 +437,6 @@ class EncoderStage(Stage):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._kept.close()
-        for part in ("_pipeline", "_engine", "_pool", "_fetcher"):
+        for part in ("_ranks", "_pool", "_fetcher"):
             if hasattr(self, part):
                 await getattr(self, part).close()

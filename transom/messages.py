@@ -149,6 +149,7 @@ class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="encode_done"):
     cache_hit: bool = False
     notes: tuple[str, ...] = ()  # e.g. "truncated: 37 of 120 frames decoded"
     timings_ms: dict[str, float] = {}
+    spans: tuple[tuple[str, float, float], ...] = ()  # stage, start in ms since the job came, duration in ms
 
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_job"):

@@ -137,7 +137,8 @@ def send(sock: socket.socket, message: Request | Reply, fd: int | None = None) -
     socket.send_fds(sock, [data], [] if fd is None else [fd])
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, int | None]:
+def receive_bytes(sock: socket.socket) -> tuple[bytes, int | None]:
+    """Receive one message and its file; raise EOFError when the other side is gone."""
     data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
     if not data:
         for fd in fds:
@@ -150,13 +151,13 @@ def _receive(sock: socket.socket) -> tuple[bytes, int | None]:
 
 def receive_request(sock: socket.socket) -> tuple[Request, int | None]:
     """Receive one message of the encoder; raise EOFError when it is gone."""
-    data, fd = _receive(sock)
+    data, fd = receive_bytes(sock)
     return _REQUESTS.decode(data), fd
 
 
 def receive_reply(sock: socket.socket) -> tuple[Reply, int | None]:
     """Receive one message of a worker; raise EOFError when it is gone."""
-    data, fd = _receive(sock)
+    data, fd = receive_bytes(sock)
     return _REPLIES.decode(data), fd
 
 
@@ -188,6 +189,13 @@ class MemoryFile:
         other = MemoryFile.__new__(MemoryFile)
         other.size_bytes, other.view, other.fd = self.size_bytes, self.view, os.dup(self.fd)
         return other
+
+    @classmethod
+    def adopt(cls, fd: int) -> MemoryFile:
+        """Take over a received descriptor, without mapping it here."""
+        file = cls.__new__(cls)
+        file.size_bytes, file.view, file.fd = os.fstat(fd).st_size, memoryview(b""), fd
+        return file
 
     @classmethod
     def of(cls, data: bytes | bytearray | memoryview) -> MemoryFile:
