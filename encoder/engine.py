@@ -98,7 +98,7 @@ def choose_device(device: str, dtype: str, index: int = 0) -> tuple[torch.device
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-        if chosen.type == "cuda" and chosen.index is None:
+        if device == "cuda":
             chosen = torch.device("cuda", index % max(1, torch.cuda.device_count()))
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError) as error:

@@ -1,7 +1,7 @@
 """Where the time of a request went: spans of all stages, for requests that run and the last ones that ended.
 
-Gateway process. Only times, counts and names of workers are kept: no text, no media, no addresses. Workers
-report how long their steps took; where those lie follows from their order and from the gateway's own clock.
+Gateway process. Only times, counts and names of workers are kept: no text, no media, no addresses. Encoders
+report when their steps ran, other workers how long theirs took; the gateway's own clock places them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ Span = dict[str, Any]
 WorkerName = Callable[[str], str]
 
 _GATEWAY_STEPS = ("body", "parse", "prepare", "admit", "send")
-_ITEM_STEPS = ("queue", "fetch", "decode", "preprocess", "encode")
+_ITEM_STEPS = ("fetch", "decode", "preprocess", "batch", "forward", "send")
 _MAX_NOTES = 8
+_MAX_ITEM_SPANS = 200
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,17 +160,15 @@ def _item_spans(
             "encode", "encoder", sent_ms, timeline.total_ms, worker=worker, item=item, running=running
         )
         return
-    steps = {step: done.timings_ms[step] for step in _ITEM_STEPS if step in done.timings_ms}
-    total_ms = done.timings_ms.get("total", sum(steps.values()))
-    end_ms, cursor_ms = sent_ms + total_ms, sent_ms
-    for step, duration_ms in steps.items():
-        # The steps of a clip overlap: where their sum is more than the whole, they end together.
-        step_start_ms = max(sent_ms, min(cursor_ms, end_ms - duration_ms))
-        cursor_ms = min(step_start_ms + duration_ms, end_ms)
-        yield _span(step, "encoder", step_start_ms, cursor_ms, worker=worker, item=item)
-    if cursor_ms < end_ms:
-        name = "cached" if done.cache_hit else "deliver"
-        yield _span(name, "encoder", cursor_ms, end_ms, worker=worker, item=item)
+    own = [span for span in done.spans[:_MAX_ITEM_SPANS] if span[0] in _ITEM_STEPS]
+    if done.cache_hit:
+        begin_ms = max((start + duration for name, start, duration in own if name == "fetch"), default=0.0)
+        sends = [start for name, start, _ in own if name == "send"]
+        own.append(("cached", begin_ms, max(0.0, min(sends, default=begin_ms) - begin_ms)))
+    # As the encoder saw them: stages of one item overlap and take turns.
+    for name, start_ms, duration_ms in sorted(own, key=lambda span: span[1]):
+        begin_ms = sent_ms + start_ms
+        yield _span(name, "encoder", begin_ms, begin_ms + duration_ms, worker=worker, item=item)
 
 
 def _prefill_spans(timeline: Timeline, live: LiveRequest, sent_ms: float, worker: str) -> Iterator[Span]:

@@ -195,7 +195,8 @@ class ScriptedFleet:
                 modality=job.modality,
                 content_key=job.routing_key,
                 media_tokens=ROWS,
-                timings_ms={"encode": 1.0},
+                timings_ms={"total": 1.0},
+                spans=(("decode", 0.0, 0.4), ("forward", 0.3, 0.5), ("send", 0.8, 0.2)),
             )
             send(job.gateway, done)
 

@@ -58,6 +58,10 @@ async def test_a_finished_request_shows_its_stages_in_order(fleet: ScriptedFleet
     stages = [span["stage"] for span in found["spans"]]
     assert list(dict.fromkeys(stages)) == ["gateway", "encoder", "prefill", "decode"]
     assert [span["name"] for span in found["spans"]][:5] == ["body", "parse", "prepare", "admit", "send"]
+    encoder = [span for span in found["spans"] if span["stage"] == "encoder"]
+    assert [span["name"] for span in encoder] == ["decode", "forward", "send"]
+    # As the encoder said: the forward began while something was still being decoded.
+    assert encoder[1]["start_ms"] == pytest.approx(encoder[0]["start_ms"] + 0.3, abs=0.002)
     for span in found["spans"]:
         assert span["start_ms"] >= 0
         assert span["start_ms"] + span["duration_ms"] <= found["duration_ms"] + 2.0, span
