@@ -21,6 +21,10 @@ class EncoderConfig(StageConfig):
         300.0, "a rank whose forward takes longer is ended and replaced", ge=0.1, le=36000
     )
 
+    announce_to: tuple[str, ...] = setting(
+        (), "inbox of a gateway that takes encoders which announce themselves", metavar="ADDR"
+    )
+
     decode_workers: int = setting(2, "processes that decode media", ge=1, le=256)
     decode_threads: int = setting(1, "threads of one video decoder", ge=1, le=64)
     decode_timeout_s: float = setting(60.0, "a decoder silent for so long is killed", ge=0.1, le=3600)

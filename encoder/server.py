@@ -21,6 +21,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from transom.encoder.announce import Announcer
 from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
 from transom.encoder.encoding import Encoding
@@ -139,6 +140,8 @@ class EncoderStage(Stage):
             ProcessorConfig.from_folder(folder),
             AudioConfig.from_folder(folder),
         )
+        self._announcer = Announcer(transport, config.announce_to)
+        self._announcer.start()
         logger.info(
             "encoder of %s, %d ranks, %d decode workers", folder.name, config.ranks, config.decode_workers
         )
@@ -426,12 +429,15 @@ class EncoderStage(Stage):
     async def drain(self) -> None:
         """Refuse new items; return when none is left."""
         self._draining = True
+        await self._announcer.leave()
         while self._background:
             await asyncio.wait(list(self._background))
 
     async def close(self) -> None:
         """End all work, threads and processes."""
         self._draining = True
+        if hasattr(self, "_announcer"):
+            await self._announcer.leave()
         tasks = list(self._background)
         for task in tasks:
             task.cancel()

@@ -16,6 +16,9 @@ class GatewayConfig(StageConfig):
 
     http_port: int = setting(8000, "port of the HTTP API; 0: any free one", ge=0, le=65535)
     encoder: tuple[str, ...] = setting((), "inbox address of an encoder", metavar="ADDR")
+    accept_encoders: bool = setting(
+        False, "also take encoders that announce themselves (`transom encoder --announce-to`)"
+    )
     prefill: tuple[str, ...] = setting((), "inbox address of a prefill worker", metavar="ADDR")
     decode: tuple[str, ...] = setting((), "inbox address of a decode worker", metavar="ADDR")
     served_model_name: tuple[str, ...] = setting(

@@ -17,13 +17,16 @@ from typing import Literal
 from transom.errors import TransomError, UnavailableError
 from transom.gateway.router import Candidate, choose
 from transom.hash_ring import HashRing, pick
-from transom.messages import Message, Ping, Pong
+from transom.messages import Join, Message, Ping, Pong
 from transom.transport import Frame, Transport
 
 logger = logging.getLogger(__name__)
 
 StageName = Literal["encoder", "prefill", "decode"]
 STAGES: tuple[StageName, ...] = ("encoder", "prefill", "decode")
+_MAX_ENCODERS = 256  # configured and joined
+_MAX_WEIGHT = 64
+_FORGET_S = 30.0
 
 
 @dataclass(slots=True)
@@ -42,6 +45,9 @@ class Worker:
     own_tokens: int = 0
     own_requests: int = 0
     complained: bool = False
+    number: int = 0
+    weight: int = 1  # an encoder's ranks
+    joined_s: float | None = None  # when it last announced itself; None: it is configured
 
 
 class Fleet:
@@ -60,7 +66,9 @@ class Fleet:
     ) -> None:
         self._transport = transport
         self._workers = {
-            address: Worker(address, stage) for stage in STAGES for address in addresses.get(stage, ())
+            address: Worker(address, stage, number=number)
+            for stage in STAGES
+            for number, address in enumerate(addresses.get(stage, ()))
         }
         self._on_lost = on_lost
         self._interval_s = ping_interval_s
@@ -75,8 +83,13 @@ class Fleet:
 
     def name(self, address: str) -> str:
         """Return what clients see instead of an address: the stage and the worker's number in it."""
-        stage = self._workers[address].stage
-        return f"{stage}-{[one.address for one in self.workers(stage)].index(address)}"
+        worker = self._workers.get(address)
+        return f"{worker.stage}-{worker.number}" if worker else "encoder"  # only those are forgotten
+
+    def peer(self, address: str) -> str:
+        """Return the name under which a worker's messages come in."""
+        worker = self._workers.get(address)
+        return (worker.peer if worker else "") or address
 
     def workers(self, stage: StageName | None = None) -> list[Worker]:
         """Return the workers of a stage, or all."""
@@ -102,6 +115,7 @@ class Fleet:
     def tick(self) -> None:
         """Ask every worker for its load; give up those that have been silent for too long."""
         now = self._clock()
+        self._forget_gone(now)
         for worker in self._workers.values():
             if worker.ready and now - worker.last_pong_s > self._timeout_s:
                 self._lose(worker, f"it has not answered for {self._timeout_s:g} s")
@@ -137,6 +151,55 @@ class Fleet:
         worker.load = pong.load
         worker.last_pong_s = self._clock()
         worker.complained = False
+        if worker.stage == "encoder":
+            self._weigh(worker, pong.load.get("ranks", 1.0))
+
+    def _weigh(self, worker: Worker, ranks: float) -> None:
+        weight = int(ranks) if 1 <= ranks <= _MAX_WEIGHT else 1
+        if weight != worker.weight:
+            worker.weight = weight
+            self._rebuild_ring()
+
+    def _rebuild_ring(self) -> None:
+        self._ring = HashRing({one.address: one.weight for one in self.workers("encoder")})
+
+    def join(self, message: Join) -> None:
+        """Take in an encoder that announces itself, or take leave of one."""
+        worker = self._workers.get(message.address)
+        if worker is not None and (worker.stage != "encoder" or worker.joined_s is None):
+            return  # it is configured: nothing that it says adds to that
+        if message.leaving:
+            if worker is not None:
+                # What it has in work it still finishes; it gets nothing new.
+                worker.ready = False
+                worker.joined_s = -math.inf
+            return
+        if worker is None:
+            encoders = self.workers("encoder")
+            if len(encoders) >= _MAX_ENCODERS:
+                logger.warning("%s is not taken: there are %d encoders", message.address, len(encoders))
+                return
+            number = max((one.number for one in encoders), default=-1) + 1
+            worker = self._workers[message.address] = Worker(message.address, "encoder", number=number)
+            self._rebuild_ring()
+            logger.info("encoder at %s has joined", message.address)
+        worker.joined_s = self._clock()
+
+    def _forget_gone(self, now: float) -> None:
+        """Drop joined encoders that have not been heard of for long and hold nothing."""
+        gone = [
+            one
+            for one in self._workers.values()
+            if one.joined_s is not None and now - one.joined_s > _FORGET_S
+            and now - one.last_pong_s > _FORGET_S and not one.own_requests
+        ]  # fmt: skip
+        for worker in gone:
+            if worker.incarnation:
+                self._lose(worker, "it has left")
+            logger.info("encoder at %s is forgotten", worker.address)
+            del self._workers[worker.address]
+        if gone:
+            self._rebuild_ring()
 
     def lost(self, address: str, why: str) -> None:
         """Take note that the connection to a worker has ended."""
@@ -166,8 +229,10 @@ class Fleet:
 
     def choose_encoder(self, routing_key: str) -> str:
         """Return the encoder for a media item: the ring's owner of its key unless that is overloaded."""
-        load = {one.address: float(one.own_requests) for one in self.ready("encoder")}
-        address = pick(self._ring.order(routing_key), load)
+        ready = self.ready("encoder")
+        load = {one.address: float(one.own_requests) for one in ready}
+        weights = {one.address: one.weight for one in ready}
+        address = pick(self._ring.order(routing_key), load, weights=weights)
         if address is None:
             raise UnavailableError("no encoder is ready", retry_after_s=1)
         return address

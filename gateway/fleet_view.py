@@ -28,10 +28,7 @@ def show_fleet(fleet: Fleet, own_load: Mapping[str, float]) -> dict[str, Any]:
                 "stage": stage,
                 "total": len(workers),
                 "ready": sum(worker.ready for worker in workers),
-                "workers": [
-                    _worker(f"{stage}-{number}", worker)
-                    for number, worker in enumerate(workers[:_MAX_WORKERS])
-                ],
+                "workers": [_worker(fleet.name(worker.address), worker) for worker in workers[:_MAX_WORKERS]],
             }
             for stage in STAGES
             for workers in [fleet.workers(stage)]

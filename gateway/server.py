@@ -28,7 +28,7 @@ from transom.gateway.prepare import Model
 from transom.gateway.quota import Quotas
 from transom.gateway.requests import LiveRequest, RequestTable
 from transom.gateway.trace import TraceBook
-from transom.messages import EmbeddingChunk, EncodeDone, Pong, RequestFailed, TokenChunk
+from transom.messages import EmbeddingChunk, EncodeDone, Join, Pong, RequestFailed, TokenChunk
 from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
@@ -103,6 +103,12 @@ class GatewayStage(Stage):
         if isinstance(message, Pong):
             self._fleet.pong(received.peer, message)
             return
+        if isinstance(message, Join):
+            if self._config.accept_encoders:
+                self._fleet.join(message)
+            else:
+                logger.warning("%s announces itself; see --accept-encoders", received.peer)
+            return
         if not isinstance(message, (TokenChunk, EncodeDone, EmbeddingChunk, RequestFailed)):
             logger.warning("%s from %s is not for a gateway", type(message).__name__, received.peer)
             return
@@ -110,9 +116,7 @@ class GatewayStage(Stage):
         if live is None:  # it has ended here; its abort is on the way
             return
         stages = _SENDERS[type(message)]
-        expected = {
-            self._fleet[work.address].peer or work.address for work in live.works() if work.stage in stages
-        }
+        expected = {self._fleet.peer(work.address) for work in live.works() if work.stage in stages}
         if received.peer not in expected:
             logger.warning("%s from %s, which has no part in it", type(message).__name__, received.peer)
         elif isinstance(message, EncodeDone):

@@ -1,11 +1,12 @@
 """Consistent hashing of media routing keys onto encoder addresses (gateway process).
 
 A thin layer over uhashring: replicas in a stable order, so that a lost node's keys alone move and a
-hot key's spill goes to the same next nodes everywhere.
+hot key's spill goes to the same next nodes everywhere. Knows nothing of sockets or media.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from uhashring import HashRing as _Ring
@@ -29,19 +30,23 @@ class HashRing:
         return list(self._ring.iterate_nodes(key, distinct=True))
 
 
-def pick(order: list[str], load: Mapping[str, float], *, bound: float = 1.25) -> str | None:
-    """Return the first node of `order` whose load stays within `bound` times the mean.
+def pick(
+    order: list[str],
+    load: Mapping[str, float],
+    *,
+    weights: Mapping[str, int] | None = None,
+    bound: float = 1.25,
+) -> str | None:
+    """Return the first node of `order` whose load stays within `bound` times its share, rounded up.
 
-    `load` holds the usable nodes only (in-flight work, any unit); nodes missing from it are dead.
+    `load` holds the usable nodes only, as items in flight; nodes missing from it are dead. A node's share
+    is by its weight, 1 where `weights` has none. Rounding up leaves a place somewhere whatever the loads:
+    an idle fleet does not spill, and a fleet with one item everywhere still serves from the owner.
     Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
     """
     usable = [node for node in order if node in load]
     if not usable:
         return None
-    limit = bound * (sum(load[node] for node in usable) + 1.0) / len(usable)
-    # An idle fleet must not spill: one item in flight is always allowed.
-    limit = max(limit, 1.0)
-    for node in usable:
-        if load[node] + 1.0 <= limit:
-            return node
-    return min(usable, key=lambda node: load[node])
+    weight = {node: float((weights or {}).get(node, 1)) for node in usable}
+    per_weight = bound * (sum(load[node] for node in usable) + 1.0) / sum(weight.values())
+    return next((node for node in usable if load[node] + 1.0 <= math.ceil(per_weight * weight[node])), None)

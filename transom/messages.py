@@ -105,6 +105,13 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     load: dict[str, float]
 
 
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """encoder -> gateway, every few seconds: send me media at `address`; or, `leaving`, no more of it."""
+
+    address: str
+    leaving: bool = False
+
+
 class EncodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="encode_job"):
     """gateway -> encoder: encode one item. Frame 1 = its bytes when `url` is None."""
 
@@ -249,6 +256,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 Message = (
     Ping
     | Pong
+    | Join
     | EncodeJob
     | EmbeddingChunk
     | EncodeDone

@@ -181,7 +181,7 @@ class StageRunner:
                         nonce=message.nonce,
                         stage=self.stage.name,
                         incarnation=self.incarnation,
-                        ready=self.ready and not self.draining,
+                        ready=self._problem() is None,
                         load=self.stage.load(),
                     )
                     transport.send(message.reply_to, pong)

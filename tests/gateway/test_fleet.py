@@ -21,6 +21,7 @@ from transom.gateway.schema import MediaItem
 from transom.messages import (
     Abort,
     EncodeDone,
+    Join,
     Message,
     Ping,
     Pong,
@@ -114,6 +115,49 @@ def test_a_fleet_is_ready_when_each_stage_has_a_ready_worker() -> None:
     assert fleet.missing() == ["prefill"]
     with pytest.raises(UnavailableError, match="no prefill worker"):
         fleet.choose("prefill")
+
+
+def test_an_encoder_that_joins_takes_its_share_and_leaves_no_trace_when_it_is_gone() -> None:
+    clock, lost = Clock(), list[tuple[str, str]]()
+    wire = Wire()
+    fleet = make_fleet(wire, clock, lost)
+    wake_all(fleet)
+    keys = [f"key-{n}" for n in range(300)]
+    before = {key: fleet.choose_encoder(key) for key in keys}
+    fleet.join(Join(address="tcp://e9"))
+    assert {key: fleet.choose_encoder(key) for key in keys} == before  # it has not answered yet
+    fleet.tick()
+    assert ("tcp://e9", Ping) in [(address, type(one)) for address, one in wire.sent]
+    fleet.pong("tcp://e9", pong("encoder", ranks=2.0))
+    after = {key: fleet.choose_encoder(key) for key in keys}
+    moved = {key for key in keys if after[key] != before[key]}
+    assert {after[key] for key in moved} == {"tcp://e9"}
+    assert 0.35 < len(moved) / len(keys) < 0.65  # two ranks of four
+    assert fleet.name("tcp://e9") == "encoder-2"
+    fleet.take("tcp://e9", 10)
+    fleet.join(Join(address="tcp://e9", leaving=True))
+    assert {key: fleet.choose_encoder(key) for key in keys} == before
+    assert lost == []  # what it has in work it still finishes
+    clock.now += 100
+    fleet.tick()
+    assert "tcp://e9" in [one.address for one in fleet.workers()]
+    fleet.release("tcp://e9", 10)
+    fleet.tick()
+    assert "tcp://e9" not in [one.address for one in fleet.workers()]
+    assert fleet.name("tcp://e9") == "encoder"
+    fleet.check_integrity()
+
+
+def test_joining_encoders_are_bounded_and_configured_ones_keep_their_place() -> None:
+    fleet = make_fleet(Wire(), Clock(), [])
+    wake_all(fleet)
+    fleet.join(Join(address="tcp://e0", leaving=True))
+    fleet.join(Join(address="tcp://p0"))
+    assert [one.address for one in fleet.ready("encoder")] == list(ADDRESSES["encoder"])
+    for number in range(400):
+        fleet.join(Join(address=f"tcp://many{number}"))
+    assert len(fleet.workers("encoder")) == 256
+    assert len({fleet.name(one.address) for one in fleet.workers("encoder")}) == 256
 
 
 def test_a_worker_under_another_name_is_known_by_its_nonce() -> None:

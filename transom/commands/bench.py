@@ -17,6 +17,7 @@ BENCHMARKS = {
     "chat": "closed-loop chat load against a server: latency percentiles and throughput",
     "radix": "match and insert of the prefix cache's radix tree, no server needed",
     "kv-capacity": "bytes of KV a request takes, single pool against dual pools, no server needed",
+    "placement": "hit rates of media placed by polling and by the hash ring, simulated, no server needed",
     "shm": "put and get of the shared embedding cache against memcpy and a dict, no server needed",
 }
 

@@ -192,6 +192,14 @@ def encoder() -> Iterator[dict[str, Any]]:
     stop_encoder(process)
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[dict[str, Any]]:
+    """The readiness line of an encoder with two ranks and no cache: equal pictures are embedded again."""
+    process, line = start_encoder("--ranks", "2", "--embedding-cache-mb", "0")
+    yield line
+    stop_encoder(process)
+
+
 @pytest.fixture
 def encoder_process() -> Iterator[Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]]:
     """Starts further encoders with flags; they end with the test."""
