@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from transom import __version__
-from transom.commands import bench, chat, doctor, health, keys, plan, stages, trace, up
+from transom.commands import bench, chat, doctor, health, keys, plan, stages, timeline, trace, up
 from transom.commands.base import Parser, Run, examples
 from transom.errors import CheckpointError, ConfigError, TransomError
 
@@ -28,7 +28,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"transom {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for module in (up, stages, chat, trace, bench, plan, doctor, keys, health):
+    for module in (up, stages, chat, trace, timeline, bench, plan, doctor, keys, health):
         module.add_parsers(commands)
     return parser
 

@@ -196,6 +196,20 @@ def test_cores_are_shared_out_and_never_oversold() -> None:
     assert total <= max(usable_cores(), 4)
 
 
+def test_the_ranks_of_encoders_count_as_engines(tmp_path: Path) -> None:
+    made = plan(encoders=2, encoder_ranks=3)
+    share = max(1, usable_cores() // 8)
+    for name in ("encoder-0", "encoder-1"):
+        assert flag(made.workers[name], "--ranks") == "3"
+        assert flag(made.workers[name], "--threads") == str(3 * share)
+    assert flag(made.workers["prefill"], "--threads") == str(share)
+    toml = tmp_path / "fleet.toml"
+    toml.write_text("[encoder]\nranks = 2\n")
+    own = plan(toml)
+    assert "--ranks" not in own.workers["encoder"].command  # it reads the same file
+    assert flag(own.workers["encoder"], "--threads") == str(2 * max(1, usable_cores() // 4))
+
+
 def test_settings_of_stages_reach_them_and_win_over_shares(tmp_path: Path) -> None:
     toml = tmp_path / "fleet.toml"
     toml.write_text('[common]\ndevice = "cpu"\nmodel = "org/m"\n[encoder]\nthreads = 7\n[up]\nencoders = 2\n')

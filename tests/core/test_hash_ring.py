@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom.hash_ring import HashRing, pick
+from transom.hash_ring import FREE, HashRing, pick
 
 NODES = [f"tcp://10.0.0.{n}:7001" for n in range(1, 6)]
 KEYS = [f"key-{n}" for n in range(2000)]
@@ -17,6 +17,10 @@ RING = HashRing(NODES)
 
 def owners(ring: HashRing) -> dict[str, str]:
     return {key: ring.order(key)[0] for key in KEYS}
+
+
+def limit_of(items: float, weights: int, weight: int) -> float:
+    return max(FREE * weight, math.ceil(1.25 * items / weights * weight))
 
 
 def test_an_order_holds_each_node_once() -> None:
@@ -66,7 +70,7 @@ loads = st.dictionaries(st.sampled_from(NODES), st.integers(0, 50).map(float), m
 def test_pick_is_usable_and_within_the_bound(load: dict[str, float], order: list[str]) -> None:
     node = pick(order, load)
     assert node in load
-    limit = math.ceil(1.25 * (sum(load.values()) + 1) / len(load))
+    limit = max(FREE, math.ceil(1.25 * (sum(load.values()) + 1) / len(load)))
     assert load[node] + 1 <= limit
     for earlier in order[: order.index(node)]:
         assert earlier not in load or load[earlier] + 1 > limit
@@ -82,7 +86,7 @@ def test_pick_bounds_each_node_by_its_weight(
     node = pick(order, load, weights=weights)
     assert node in load
     total = sum(weights.get(one, 1) for one in load)
-    limits = {one: math.ceil(1.25 * (sum(load.values()) + 1) / total * weights.get(one, 1)) for one in load}
+    limits = {one: limit_of(sum(load.values()) + 1, total, weights.get(one, 1)) for one in load}
     assert load[node] + 1 <= limits[node]
     for earlier in order[: order.index(node)]:
         assert earlier not in load or load[earlier] + 1 > limits[earlier]
@@ -127,7 +131,7 @@ def test_load_stays_bounded_through_arrivals_ends_and_deaths(
             assert node is not None
             total = sum(weights.get(one, 1) for one in load)
             load[node] += 1
-            assert load[node] <= math.ceil(1.25 * sum(load.values()) / total * weights.get(node, 1))
+            assert load[node] <= limit_of(sum(load.values()), total, weights.get(node, 1))
         elif load.get(victim, 0.0) > 0:
             load[victim] -= 1
         else:
@@ -146,4 +150,4 @@ def test_a_hot_key_spills_over_instead_of_piling_up(keys: list[str]) -> None:
         node = pick(RING.order(key), load)
         assert node is not None
         load[node] += 1
-    assert max(load.values()) <= math.ceil(1.25 * len(keys) / len(NODES))
+    assert max(load.values()) <= limit_of(len(keys), len(NODES), 1)

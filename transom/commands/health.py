@@ -35,9 +35,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def probe(
-    url: str, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    url: str,
+    path: str,
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    max_bytes: int = _MAX_BYTES,
 ) -> tuple[int, str]:
-    """GET a small body; return (status, body), or (0, reason) when nothing answers."""
+    """GET a body of at most `max_bytes`; return (status, body), or (0, reason) when nothing answers."""
     parts = urlsplit(base_url(url))
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url!r} is not an http URL")
@@ -46,7 +51,7 @@ def probe(
     try:
         connection.request("GET", parts.path + path, headers=dict(headers or {}))
         response = connection.getresponse()
-        return response.status, response.read(_MAX_BYTES).decode("utf-8", "replace")
+        return response.status, response.read(max_bytes).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
         return 0, f"{parts.netloc}: {error}"
     finally:

@@ -92,13 +92,16 @@ def draw(trace: dict[str, Any], console: Console) -> None:
         f" {usage['completion_tokens']} output tokens"
     )
     total_ms = max(trace["duration_ms"], 1e-3)
-    labels = [_label(span) for span in trace["spans"]]
-    width = max(map(len, labels), default=0)
+    # What takes turns, like the stages of a clip, is one line.
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for span in trace["spans"]:
+        lines.setdefault(_label(span), []).append(span)
+    width = max(map(len, lines), default=0)
     bar_len = min(_MAX_BAR, max(_MIN_BAR, console.width - width - 14)) if console.is_terminal else 40
-    for span, label in zip(trace["spans"], labels, strict=True):
+    for label, spans in lines.items():
         line = Text(f"{label:{width}}  ")
-        line.append(_bar(span, total_ms, bar_len), style=_COLOURS.get(span["stage"], "white"))
-        line.append(f"  {_ms(span['duration_ms'])}")
+        line.append(_bar(spans, total_ms, bar_len), style=_COLOURS.get(spans[0]["stage"], "white"))
+        line.append(f"  {_ms(sum(span['duration_ms'] for span in spans))}")
         console.print(line)
     for item in trace["media"]:
         open_state = "in work" if trace["state"] == "running" else "not finished"
@@ -114,8 +117,11 @@ def _label(span: dict[str, Any]) -> str:
     return _clean(f"{span['worker'] or span['stage']}  {span['name']}{item}")
 
 
-def _bar(span: dict[str, Any], total_ms: float, length: int) -> str:
-    """Return dots with the span's share filled in, at least one cell."""
-    first = min(length - 1, int(length * span["start_ms"] / total_ms))
-    cells = max(1, min(length - first, round(length * span["duration_ms"] / total_ms)))
-    return f"{'.' * first}{'#' * cells}{'.' * (length - first - cells)}"
+def _bar(spans: list[dict[str, Any]], total_ms: float, length: int) -> str:
+    """Return dots with the spans' shares filled in, at least one cell for each."""
+    cells = ["."] * length
+    for span in spans:
+        first = min(length - 1, int(length * span["start_ms"] / total_ms))
+        count = max(1, min(length - first, round(length * span["duration_ms"] / total_ms)))
+        cells[first : first + count] = "#" * count
+    return "".join(cells)

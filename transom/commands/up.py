@@ -41,6 +41,9 @@ class UpConfig:
     host: str = setting("127.0.0.1", "host that the HTTP API listens on", metavar="HOST")
     port: int = setting(8000, "port of the HTTP API; 0: any free one", ge=0, le=65535, metavar="PORT")
     encoders: int = setting(1, "encoder processes", ge=1, le=64, metavar="N")
+    encoder_ranks: int = setting(
+        0, "ranks of each encoder; 0: as the encoder's own setting says", ge=0, le=64, metavar="N"
+    )
     prefills: int = setting(1, "prefill processes", ge=1, le=64, metavar="N")
     decodes: int = setting(1, "decode processes", ge=1, le=64, metavar="N")
     device: str = setting("", "torch device of all stages, if not each stage's own setting", metavar="DEVICE")
@@ -68,6 +71,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=examples(
             "transom up",
             "transom up --port 9000 --encoders 2",
+            "transom up --encoder-ranks 4",
             "transom up --model ./MiMo-V2.5 --config fleet.toml",
         ),
     )
@@ -86,12 +90,17 @@ def _run(args: argparse.Namespace) -> int:
 def make_plan(config: UpConfig, *, toml_path: str | None, environ: Mapping[str, str]) -> Plan:
     """Return what to start. Every stage's settings are checked here, before anything starts."""
     counts = {"encoder": config.encoders, "prefill": config.prefills, "decode": config.decodes}
-    share = max(1, usable_cores() // sum(counts.values()))
+    own = load_config(STAGES["encoder"].config, "encoder", toml_path=toml_path, environ=environ)
+    ranks = config.encoder_ranks or int(getattr(own, "ranks", 1))
+    engines = sum(counts.values()) + config.encoders * (ranks - 1)
+    share = max(1, usable_cores() // engines)
     workers, kinds = {}, {}
     for stage, count in counts.items():
         for number in range(count):
             name = f"{stage}-{number}" if count > 1 else stage
-            workers[name] = _child(name, stage, config, share, toml_path, environ)
+            # An encoder's ranks share its threads.
+            threads = share * ranks if stage == "encoder" else share
+            workers[name] = _child(name, stage, config, threads, toml_path, environ)
             kinds[name] = stage
     gateway = _child("gateway", "gateway", config, 1, toml_path, environ)
     return Plan(workers=workers, gateway=gateway, kinds=kinds)
@@ -105,6 +114,8 @@ def _child(
     command = [*_python(), stage, "--model", config.model, "--threads", str(threads)]
     if toml_path:
         command += ["--config", str(toml_path)]
+    if stage == "encoder" and config.encoder_ranks:
+        command += ["--ranks", str(config.encoder_ranks)]
     if config.device:
         command += ["--device", config.device]
     if config.log_level:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+
+from transom.cli import main
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -299,16 +302,21 @@ async def test_200_requests_with_294_images_lose_none_and_health_answers(
     assert (load["items"], load["media_bytes"], load["decoder_crashes"]) == (0, 0, load["decoder_crashes"])
 
 
-async def test_the_timeline_shows_that_stages_overlap(duo: Any, make_picture: Make) -> None:
+async def test_the_timeline_shows_that_stages_overlap(
+    duo: Any, make_picture: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = send_all(duo, "overlap", [make_picture(700 + n, 640, 480, "JPEG") for n in range(24)])
     await duo.wait(*results)
-    async with aiohttp.ClientSession() as http, http.get(f"{duo.line['http']}/timeline") as response:
-        body = await response.json()
-    stages = body["summary"]["stages"]
+    output = tmp_path / "timeline.json"
+    assert await asyncio.to_thread(main, ["timeline", duo.line["http"], "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert await asyncio.to_thread(main, ["timeline", duo.line["http"], "--output", str(output)]) == 0
+    assert "during a forward" in capsys.readouterr().out
+    events = json.loads(output.read_text())["traceEvents"]
     # While one batch was in a forward, pictures of later ones were decoded and prepared.
     assert stages["decode"]["during_forward_s"] > 0
     assert stages["preprocess"]["during_forward_s"] > 0
-    names = {event["args"]["name"] for event in body["traceEvents"] if event["name"] == "thread_name"}
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"forward rank 0", "forward rank 1"} <= names
     spans = {name for name, _, _ in results[0].done.spans}
     assert spans == {"decode", "preprocess", "batch", "forward", "send"}
