@@ -57,6 +57,9 @@ class EncoderConfig(StageConfig):
     fetch_domains: tuple[str, ...] = setting(
         ("*",), "domains: host, *.domain or *; none: no download at all", metavar="DOMAIN"
     )
+    media_folders: tuple[str, ...] = setting(
+        (), "folder below which file: URLs may be read; none: no file: URLs", metavar="FOLDER"
+    )
     allow_private_addresses: bool = setting(False, "also fetch from loopback, private and reserved addresses")
 
     embedding_cache_mb: int = setting(

@@ -87,7 +87,7 @@ def _check_order(body: Fields, low_name: str, low: int | None, high_name: str, h
 
 
 def check_url(url: str, param: str) -> None:
-    """Raise RequestError unless `url` is a plausible http(s) URL. Its host is checked where it is fetched."""
+    """Raise RequestError unless `url` is plausible. Host or file are judged where they are read."""
     if len(url) > MAX_URL_CHARS:
         raise refuse(param, f"{len(url)} characters, at most {MAX_URL_CHARS} are allowed")
     if not url or any(ord(char) <= 0x20 or ord(char) == 0x7F for char in url):
@@ -97,7 +97,10 @@ def check_url(url: str, param: str) -> None:
         port, host = parts.port, parts.hostname
     except ValueError:
         raise refuse(param, "not a valid URL") from None
-    if parts.scheme.lower() not in ("http", "https"):
+    scheme = parts.scheme.lower()
+    if scheme == "file":
+        return
+    if scheme not in ("http", "https"):
         raise refuse(param, f"scheme {show(parts.scheme)} is not allowed, use http, https or data")
     if not host or port == 0:
         raise refuse(param, "the URL names no host or no valid port")

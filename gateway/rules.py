@@ -55,7 +55,7 @@ def spec_of(*structs: type[msgspec.Struct]) -> Spec:
             merged.setdefault(info.tag_field, Rule())
         for field in info.fields:
             rule = _rule(field.type)
-            if field.default is not inspect.NODEFAULT:
+            if field.default is not msgspec.NODEFAULT:
                 rule = replace(rule, default=field.default)
             known = merged.get(field.name)
             if known is not None:

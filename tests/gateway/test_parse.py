@@ -70,7 +70,7 @@ CASES: list[tuple[Any, str | None, str]] = [
     (with_part({"type": "image_url", "image_url": "x"}), "messages[0].content[1].image_url", "an object"),
     (image(5), URL, "expected a string"),
     (image(""), URL, "empty"),
-    (image("file:///etc/passwd"), URL, "'file' is not allowed"),
+    (image("gopher://host/x"), URL, "'gopher' is not allowed"),
     (image("FTP://host/x"), URL, "'ftp' is not allowed"),
     (image("http:///x"), URL, "no host"),
     (image("http://host:99999/"), URL, "not a valid URL"),

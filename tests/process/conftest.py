@@ -157,9 +157,15 @@ def _read_proc(pid: int, name: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def pipeline() -> Iterator[Pipeline]:
+def media_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder below which the shared pipeline's encoders may read files."""
+    return tmp_path_factory.mktemp("media")
+
+
+@pytest.fixture(scope="session")
+def pipeline(media_folder: Path) -> Iterator[Pipeline]:
     """The one pipeline that most end-to-end tests share: two encoders, one prefill, one decode."""
-    running = Pipeline("--encoders", "2")
+    running = Pipeline("--encoders", "2", env={"TRANSOM_ENCODER_MEDIA_FOLDERS": str(media_folder)})
     yield running
     took_s = running.stop()
     leaks = running.leaks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,11 +15,12 @@ import pytest
 pytestmark = pytest.mark.process
 
 
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def picture(colour: str, shape: str) -> dict[str, Any]:
-    return {
-        "type": "image_url",
-        "image_url": {"url": media.data_url(media.picture(colour, shape), "image/png")},
-    }
+    return image(media.data_url(media.picture(colour, shape), "image/png"))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -65,10 +67,24 @@ async def test_another_picture_has_other_rows_and_another_key(base_url: str) -> 
     assert not np.allclose(first["embedding"], second["embedding"])
 
 
+async def test_a_file_below_an_allowed_folder_is_the_same_item(base_url: str, media_folder: Path) -> None:
+    data = media.picture("red", "triangle")
+    (media_folder / "red triangle.png").write_bytes(data)
+    (media_folder / "out.png").symlink_to("/etc/hostname")
+    by_file = (media_folder / "red triangle.png").as_uri()
+    _, first = await post(base_url, "/v1/media/embeddings", {"input": image(by_file)})
+    inline = {"input": image(media.data_url(data, "image/png"))}
+    _, second = await post(base_url, "/v1/media/embeddings", inline)
+    assert (first["content_key"], first["shape"]) == (second["content_key"], second["shape"])
+    for url in ((media_folder / "out.png").as_uri(), "file:///etc/passwd", f"file://{media_folder}/../x"):
+        status, answer = await post(base_url, "/v1/media/embeddings", {"input": image(url)})
+        assert (status, answer["error"]["code"]) == (400, "invalid_media")
+        assert "no readable file of this path" in answer["error"]["message"]
+        assert answer["error"]["param"] == "input.image_url.url"
+
+
 async def test_the_media_guard_stands_here_too(base_url: str) -> None:
-    private = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
-    broken = {"type": "image_url", "image_url": {"url": media.data_url(b"no picture", "image/png")}}
-    for part in (private, broken):
-        status, answer = await post(base_url, "/v1/media/embeddings", {"input": part})
+    for url in ("http://127.0.0.1/x.png", media.data_url(b"no picture", "image/png")):
+        status, answer = await post(base_url, "/v1/media/embeddings", {"input": image(url)})
         assert (status, answer["error"]["code"]) == (400, "invalid_media")
         assert answer["error"]["param"] == "input.image_url.url"
