@@ -64,4 +64,7 @@ class GatewayConfig(StageConfig):
     max_wait_s: float = setting(5.0, "how long a request waits for room before it gets 429", ge=0, le=3600)
     max_context: int = setting(0, "prompt and output tokens of one request; 0: as the model says", ge=0)
     kept_traces: int = setting(256, "timelines of requests that are kept to be looked at", ge=0, le=100_000)
+    otel: bool = setting(
+        False, "send a trace of each request by OpenTelemetry (extra otel; OTEL_* variables say where to)"
+    )
     default_max_tokens: int = setting(1024, "output tokens when the client gives no limit", ge=1)

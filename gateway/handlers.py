@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,6 +42,7 @@ from transom.gateway.reasoning_parser import ReasoningParser
 from transom.gateway.responses import ChatRenderer, CompletionRenderer, Head, Renderer, usage
 from transom.gateway.schema import ChatRequest, Generation
 from transom.gateway.sse import EventStream
+from transom.gateway.telemetry import Observed, Telemetry
 from transom.gateway.timeline import Timeline
 from transom.gateway.trace import Trace, TraceBook
 from transom.messages import PromptStats
@@ -83,6 +85,7 @@ class Handlers:
         quotas: Quotas,
         metrics: GatewayMetrics,
         traces: TraceBook,
+        telemetry: Telemetry,
         show_fleet: Callable[[], dict[str, Any]],
     ) -> None:
         self._config = config
@@ -92,6 +95,7 @@ class Handlers:
         self._quotas = quotas
         self._metrics = metrics
         self._traces = traces
+        self._telemetry = telemetry
         self._show_fleet = show_fleet
         self._document = document(
             model.limits, max_body_bytes=config.max_body_mb * 1024 * 1024, keys=bool(config.api_keys_file)
@@ -104,6 +108,7 @@ class Handlers:
             dispatcher=dispatcher,
             admission=admission,
             metrics=metrics,
+            telemetry=telemetry,
             read_body=self._body,
             check_model=self._check_model,
             is_draining=lambda: self.draining,
@@ -191,6 +196,7 @@ class Handlers:
         timeline = Timeline()
         caller = api_key().caller
         async with AsyncExitStack() as stack:
+            observed = stack.enter_context(self._telemetry.request(request.headers, request.path, timeline))
             stack.enter_context(self._metrics.request(endpoint, timeline))
             if self.draining:
                 raise shutting_down()
@@ -215,13 +221,15 @@ class Handlers:
                 )
                 timeline.mark("send")
             try:
-                return await self._observed(request, job, exchange)
+                return await self._observed(request, job, exchange, observed)
             except CancelledRequestError:
                 raise
             except TransomError as error:
                 return error_response(error.info(), job.head.id)
 
-    async def _observed(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
+    async def _observed(
+        self, request: web.Request, job: Job, exchange: Exchange, observed: Observed
+    ) -> web.StreamResponse:
         """Answer; keep the trace, count what came of it and write its line in the log."""
         timeline = job.timeline
         trace = Trace(
@@ -234,6 +242,7 @@ class Handlers:
             outputs=job.outputs,
             usage=lambda: self._usage(job, exchange),
         )
+        observed.show = partial(self._traces.show, trace)
         with self._traces.record(trace):
             try:
                 if job.generation.stream:

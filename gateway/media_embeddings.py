@@ -33,6 +33,7 @@ from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.parse import load_body
 from transom.gateway.prepare import Model
 from transom.gateway.schema import Limits, MediaItem
+from transom.gateway.telemetry import Telemetry
 from transom.gateway.timeline import Timeline
 from transom.messages import EncodeDone
 
@@ -76,6 +77,7 @@ class MediaEmbeddings:
     dispatcher: Dispatcher
     admission: Admission
     metrics: GatewayMetrics
+    telemetry: Telemetry
     read_body: Callable[[web.Request, Callable[[int], None]], Awaitable[bytes]]
     check_model: Callable[[str | None], str]
     is_draining: Callable[[], bool]
@@ -85,6 +87,7 @@ class MediaEmbeddings:
         timeline = Timeline()
         caller = api_key().caller
         async with AsyncExitStack() as stack:
+            stack.enter_context(self.telemetry.request(request.headers, request.path, timeline))
             stack.enter_context(self.metrics.request("media_embedding", timeline))
             if self.is_draining():
                 raise UnavailableError("the gateway is shutting down", retry_after_s=5)

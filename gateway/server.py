@@ -27,6 +27,7 @@ from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.prepare import Model
 from transom.gateway.quota import Quotas
 from transom.gateway.requests import LiveRequest, RequestTable
+from transom.gateway.telemetry import make_telemetry
 from transom.gateway.trace import TraceBook
 from transom.messages import EmbeddingChunk, EncodeDone, Join, Pong, RequestFailed, TokenChunk
 from transom.metrics import Collector
@@ -57,6 +58,7 @@ class GatewayStage(Stage):
             ),
         )
         self._metrics = GatewayMetrics()
+        self._telemetry = make_telemetry(otel=config.otel)
         self._quotas = Quotas(self._keys, count=self._metrics.count_key, at_once=self._metrics.change_key)
         self._table = RequestTable()
         self._admission = Admission(
@@ -91,6 +93,7 @@ class GatewayStage(Stage):
             self._quotas,
             self._metrics,
             traces,
+            self._telemetry,
             lambda: show_fleet(fleet, self.load()),
         )
         self._pinger = asyncio.create_task(fleet.run())
@@ -162,6 +165,7 @@ class GatewayStage(Stage):
     async def close(self) -> None:
         if self._pinger is not None:
             self._pinger.cancel()
+        await self._telemetry.close()
 
     def app_limits(self) -> dict[str, Any]:
         return {

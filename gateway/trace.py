@@ -64,14 +64,14 @@ class TraceBook:
             yield
         finally:
             if self._running.pop(trace.id, None) is not None:
-                self._ended[trace.id] = (trace.owner, self._show(trace))
+                self._ended[trace.id] = (trace.owner, self.show(trace))
                 self._trim()
 
     def find(self, id: str, owner: bytes) -> dict[str, Any]:
         """Return a trace as JSON; raise NotFoundError when there is none that this key may see."""
         running = self._running.get(id)
         if running is not None:
-            held, data = running.owner, self._show(running)
+            held, data = running.owner, self.show(running)
         else:
             held, data = self._ended.get(id, (b"", {}))
         if not data or not hmac.compare_digest(held, owner):
@@ -82,7 +82,8 @@ class TraceBook:
         while len(self) > self._limit:
             (self._ended or self._running).popitem(last=False)
 
-    def _show(self, trace: Trace) -> dict[str, Any]:
+    def show(self, trace: Trace) -> dict[str, Any]:
+        """Return a trace as JSON."""
         timeline = trace.timeline
         live = trace.exchange.choices[0] if trace.exchange.choices else None
         running = timeline.ended_ms is None

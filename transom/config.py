@@ -68,6 +68,12 @@ def client_api_key(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(f"{ENV_PREFIX}API_KEY", "")
 
 
+def telemetry_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return OpenTelemetry's own variables: its library reads them too, by their standard names."""
+    found = os.environ if environ is None else environ
+    return {name: value for name, value in found.items() if name.startswith("OTEL_")}
+
+
 def _base_type(annotation: Any) -> tuple[Any, bool]:
     """Return (type, optional) of a field annotation."""
     origin = typing.get_origin(annotation)
