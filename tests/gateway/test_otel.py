@@ -123,7 +123,7 @@ async def test_a_request_becomes_spans_of_all_stages(tokenizer: Tokenizer) -> No
     for span in ours:
         assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
     steps = {span.name for span in ours if span.parent_span_id == stages["encoder"].span_id}
-    assert "encoder.encode" in steps
+    assert "encoder.forward" in steps
     assert refused.trace_id.hex() == OTHER
     assert attributes(refused)["error.type"] == "invalid_request"
     assert b"private" not in collector.raw
