@@ -51,7 +51,10 @@ class Worker:
 
 
 class Fleet:
-    """`on_lost(address, stage, why)` is called when a worker that may hold requests is gone."""
+    """`on_lost(address, stage, why)` is called when a worker that may hold requests is gone.
+
+    Without a worker of each of the `needed` stages nothing can be served.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Fleet:
         on_lost: Callable[[str, StageName, str], None],
         ping_interval_s: float,
         worker_timeout_s: float,
+        needed: Sequence[StageName] = STAGES,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -77,6 +81,7 @@ class Fleet:
         self._rng = rng or random.Random()
         self._nonces = 0
         self._ring = HashRing(addresses.get("encoder", ()))
+        self._needed = needed
 
     def __getitem__(self, address: str) -> Worker:
         return self._workers[address]
@@ -100,8 +105,8 @@ class Fleet:
         return [worker for worker in self.workers(stage) if worker.ready]
 
     def missing(self) -> list[StageName]:
-        """Return the stages that have no ready worker."""
-        return [stage for stage in STAGES if not self.ready(stage)]
+        """Return the needed stages that have no ready worker."""
+        return [stage for stage in self._needed if not self.ready(stage)]
 
     async def run(self) -> None:
         """Ping until cancelled."""

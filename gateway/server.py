@@ -82,6 +82,7 @@ class GatewayStage(Stage):
             on_lost=self._table.lost,
             ping_interval_s=config.ping_interval_s,
             worker_timeout_s=config.worker_timeout_s,
+            needed=STAGES if model.info.pads else ("prefill", "decode"),
         )
         dispatcher = Dispatcher(fleet, self._table, transport.address)
         traces = TraceBook(config.kept_traces, fleet.name)

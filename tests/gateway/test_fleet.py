@@ -67,7 +67,7 @@ ADDRESSES: dict[StageName, tuple[str, ...]] = {
 }
 
 
-def make_fleet(wire: Wire, clock: Clock, lost: list[tuple[str, str]]) -> Fleet:
+def make_fleet(wire: Wire, clock: Clock, lost: list[tuple[str, str]], **changes: Any) -> Fleet:
     return Fleet(
         cast(Transport, wire),
         ADDRESSES,
@@ -76,6 +76,7 @@ def make_fleet(wire: Wire, clock: Clock, lost: list[tuple[str, str]]) -> Fleet:
         worker_timeout_s=10,
         clock=clock,
         rng=random.Random(1),
+        **changes,
     )
 
 
@@ -158,6 +159,14 @@ def test_joining_encoders_are_bounded_and_configured_ones_keep_their_place() -> 
         fleet.join(Join(address=f"tcp://many{number}"))
     assert len(fleet.workers("encoder")) == 256
     assert len({fleet.name(one.address) for one in fleet.workers("encoder")}) == 256
+
+
+def test_a_text_model_needs_no_encoder() -> None:
+    fleet = make_fleet(Wire(), Clock(), [], needed=("prefill", "decode"))
+    fleet.pong("tcp://p0", pong("prefill"))
+    assert fleet.missing() == ["decode"]
+    fleet.pong("tcp://d0", pong("decode"))
+    assert fleet.missing() == []
 
 
 def test_a_worker_under_another_name_is_known_by_its_nonce() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import socket
@@ -40,7 +42,7 @@ class UpConfig:
     )
     host: str = setting("127.0.0.1", "host that the HTTP API listens on", metavar="HOST")
     port: int = setting(8000, "port of the HTTP API; 0: any free one", ge=0, le=65535, metavar="PORT")
-    encoders: int = setting(1, "encoder processes", ge=1, le=64, metavar="N")
+    encoders: int = setting(1, "encoder processes; none for a model without media", ge=1, le=64, metavar="N")
     encoder_ranks: int = setting(
         0, "ranks of each encoder; 0: as the encoder's own setting says", ge=0, le=64, metavar="N"
     )
@@ -81,10 +83,21 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = config_from_args(UpConfig, "up", args)
+    # A missing or remote checkpoint is dealt with once, before any process.
+    if not takes_media(resolve_model(config.model)):
+        config = dataclasses.replace(config, encoders=0)
     plan = make_plan(config, toml_path=args.config, environ=os.environ)
     check_port(config.host, config.port)
-    resolve_model(config.model)  # a missing or remote checkpoint is dealt with once, before any process
     return asyncio.run(Up(config, plan).run())
+
+
+def takes_media(folder: Path) -> bool:
+    """Tell whether a checkpoint has anything for an encoder to do."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the stages say what is wrong with it, each for its part
+        return True
+    return not isinstance(raw, dict) or bool(raw.get("vision_config") or raw.get("audio_config"))
 
 
 def make_plan(config: UpConfig, *, toml_path: str | None, environ: Mapping[str, str]) -> Plan:
