@@ -48,14 +48,16 @@ class Match:
     page_size: int
     path: tuple[Node, ...]
     epoch: int
+    runs: tuple[Pages, ...]  # the pages of the path and perhaps more, in order
 
     @property
     def pages(self) -> Pages:
         """The full pages of the `length` tokens; don't write to them."""
-        if not self.path:
+        count = self.length // self.page_size
+        if not count:
             return NO_PAGES
-        parts = [node.pages for node in self.path]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts))[: self.length // self.page_size]
+        runs = self.runs
+        return (runs[0] if len(runs[0]) >= count else np.concatenate(runs))[:count]
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from transom.llm.radix.contract import NO_PAGES, Lock, PagePools
+from transom.llm.radix.keys import TOKEN_BYTES
 from transom.llm.radix.node import Node, NodeStore, Rank
 
 
@@ -45,6 +46,7 @@ def check_tree(
         _check_children(root, store)
     for node in nodes:
         _check_node(node, store)
+        _check_index(node, store)
         _check_children(node, store)
     _check_pages(nodes, pools)
     _check_pins([*roots.values(), *nodes], locks)
@@ -59,6 +61,26 @@ def _check_node(node: Node, store: NodeStore) -> None:
     assert node.swa_pins <= node.full_pins, "an SWA pin without its full pin"
     assert node.live or not node.swa_pins, "a tombstone's SWA pages are pinned"
     assert node.live or node.children or node.full_pins, "a tombstone leaf that nobody uses"
+
+
+def _check_index(node: Node, store: NodeStore) -> None:
+    """Once for each index, at its first node: it must say what its nodes do."""
+    index = node.index
+    if index is None or index.nodes[0] is not node:
+        assert index is None or any(node is other for other in index.nodes), "indexed elsewhere"
+        return
+    run, start = 0, index.start
+    for at, (other, end) in enumerate(zip(index.nodes, index.ends, strict=True)):
+        assert other.index is index, "a node left its index"
+        assert at == 0 or other.parent is index.nodes[at - 1], "the index goes another way than the tree"
+        assert (other.start, other.end) == (start, end), "indexed at another place"
+        low, high = ((position - index.start) * TOKEN_BYTES for position in (start, end))
+        assert index.raw[low:high] == other.key, "the index has another key"
+        pages = index.pages[low // store.page_bytes : high // store.page_bytes]
+        assert np.array_equal(pages, other.pages), "the index has other pages"
+        run = run + len(other) if other.live else 0
+        assert index.runs[at] == run, "the index has another liveness"
+        start = end
 
 
 def _check_children(node: Node, store: NodeStore) -> None:

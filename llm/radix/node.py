@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from transom.llm.radix.keys import TOKEN_BYTES
 from transom.llm.radix.lru import Link, LruList
+from transom.llm.radix.path_index import PathIndex
 
 Pages = NDArray[np.int64]
 
@@ -40,6 +41,7 @@ class Node:
         "end",
         "full_link",
         "full_pins",
+        "index",
         "key",
         "live",
         "pages",
@@ -63,6 +65,7 @@ class Node:
         self.swa_pins = 0
         self.full_link: Link[Node] = Link(self)
         self.swa_link: Link[Node] = Link(self)
+        self.index: PathIndex | None = None
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -106,6 +109,7 @@ class NodeStore:
         assert not node.full_pins, "full pages in use"
         assert not node.live, "SWA pages must go first"
         assert node.parent is not None, "a root is not removed"
+        self._changes(node)
         del node.parent.children[node.key[: self.page_bytes]]
         node.full_link.remove()
         self.full_evictable -= len(node)
@@ -117,6 +121,7 @@ class NodeStore:
         assert node.start < at < node.end
         parent = node.parent
         assert parent is not None
+        self._changes(node)
         cut_bytes = (at - node.start) * TOKEN_BYTES
         cut = cut_bytes // self.page_bytes
         # Copies, because a view would keep the other half's memory when that half has been evicted.
@@ -145,6 +150,8 @@ class NodeStore:
             return
         run.reverse()
         top = run[0]
+        for part in run:
+            self._changes(part)
         parent = top.parent
         assert parent is not None
         node.key = b"".join([part.key for part in run])
@@ -158,6 +165,10 @@ class NodeStore:
             if part.swa_link.listed:
                 part.swa_link.remove()
         self.epoch += 1
+
+    def _changes(self, node: Node) -> None:
+        if node.index is not None:
+            node.index.cut(node)
 
     def _alike(self, upper: Node, node: Node, length: int) -> bool:
         # Equal full pins mean equal holders, because holders of the lower node are among those of the upper
@@ -210,6 +221,7 @@ class NodeStore:
 
     def set_live(self, node: Node, rank: Rank) -> None:
         assert not node.live
+        self._changes(node)
         node.live, node.rank = True, rank
         self.swa_lrus[rank].append(node.swa_link)
         self.swa_evictable += len(node)
@@ -218,6 +230,7 @@ class NodeStore:
     def set_tombstone(self, node: Node) -> None:
         assert node.live
         assert not node.swa_pins, "SWA pages in use"
+        self._changes(node)
         node.live = False
         node.swa_link.remove()
         self.swa_evictable -= len(node)

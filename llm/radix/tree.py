@@ -15,7 +15,10 @@ from transom.llm.radix.contract import NO_PAGES, Inserted, Lock, Match, PagePool
 from transom.llm.radix.integrity import PoolCounts, check_tree
 from transom.llm.radix.keys import TOKEN_BYTES, Key, common_tokens
 from transom.llm.radix.node import Node, NodeStore, Pages, Rank, new_root
+from transom.llm.radix.path_index import PathIndex
 from transom.llm.radix.retention import Window
+
+_INDEX_FROM = 32  # nodes that a match must have walked: fewer cost less than making an index does
 
 
 class RadixTree:
@@ -24,7 +27,9 @@ class RadixTree:
     One thread uses it. Pages are the tree's from insert to the call of a free method of `pools`.
     """
 
-    def __init__(self, pools: PagePools, *, window: int, page_size: int = 1) -> None:
+    def __init__(
+        self, pools: PagePools, *, window: int, page_size: int = 1, index_from: int = _INDEX_FROM
+    ) -> None:
         if window < 1 or page_size < 1:
             raise ValueError(f"window {window} and page_size {page_size} must be at least 1")
         self.page_size = page_size
@@ -34,6 +39,7 @@ class RadixTree:
         self.locks: set[Lock] = set()
         self.store = NodeStore(page_size, self.live_len)
         self._pools = pools
+        self._index_from = index_from
 
     @property
     def full_evictable(self) -> int:
@@ -60,22 +66,34 @@ class RadixTree:
         node = self.roots.get(key.namespace)
         raw, page_bytes, live_len = key.raw, self.store.page_bytes, self.live_len
         path: list[Node] = []
-        depth = run = length = used = 0
+        runs: list[Pages] = []
+        depth = run = length = used = walked = 0
         while node is not None and depth < stop:
             at = depth * TOKEN_BYTES
             node = node.children.get(raw[at : at + page_bytes])
             if node is None:
                 break
+            index = node.index
+            if index is not None and index.nodes[0] is node and (count := index.passed(raw, stop)):
+                if last := index.last_usable(count, run):
+                    length, used = index.ends[last - 1], len(path) + last
+                run = index.run_after(count, run)
+                path += index.nodes[:count]
+                node, depth, walked = path[-1], index.ends[count - 1], len(path)
+                runs.append(index.pages[: (depth - index.start) // self.page_size])
+                continue
             end = node.end
             if end > stop or not raw.startswith(node.key, at):
                 end = depth + self._common(key, depth, node, stop)
             path.append(node)
+            runs.append(node.pages)
             run = run + end - depth if node.live else 0
             depth = end
             if run >= live_len or run == depth:
                 length, used = depth, len(path)
             if depth < node.end:
                 break
+        self._index(path[walked:], depth)
         return Match(
             length=length,
             window_start=max(length - live_len, 0),
@@ -83,8 +101,15 @@ class RadixTree:
             namespace=key.namespace,
             page_size=self.page_size,
             path=tuple(path[:used]),
+            runs=tuple(runs),
             epoch=self.store.epoch,
         )
+
+    def _index(self, walked: Sequence[Node], depth: int) -> None:
+        """Let the next match pass the nodes in one go that this one walked one by one."""
+        whole = walked if walked and walked[-1].end <= depth else walked[:-1]
+        if len(whole) >= self._index_from and all(node.index is None for node in whole):
+            PathIndex(whole, self.live_len)
 
     def lock(self, match: Match) -> Lock:
         """Pin a match made since the tree last changed, and count it as a use of that prefix."""

@@ -115,11 +115,16 @@ class TreeMachine(RuleBasedStateMachine):
     tree_type: type[RadixTree] = RadixTree
     steps = 0
 
-    @initialize(page=st.sampled_from([1, 2, 4]), window=st.integers(1, 9), retain=st.booleans())
-    def start(self, page: int, window: int, retain: bool) -> None:
+    @initialize(
+        page=st.sampled_from([1, 2, 4]),
+        window=st.integers(1, 9),
+        retain=st.booleans(),
+        index_from=st.sampled_from([1, 2, 32]),
+    )
+    def start(self, page: int, window: int, retain: bool, index_from: int) -> None:
         self.page, self.window = page, window
         self.pools = SimulatedPools(FULL_PAGES, SWA_PAGES)
-        self.tree = self.tree_type(self.pools, window=window, page_size=page)
+        self.tree = self.tree_type(self.pools, window=window, page_size=page, index_from=index_from)
         self.policy = RetentionPolicy(
             window, page, interval=4 * page if retain else 0, max_extra_tokens=3 * window
         )

@@ -62,6 +62,13 @@ _MUTANTS = {
     ),
     "merge past a branch": (node_module, "and len(upper.children) == 1", ""),
     "list pinned windows": (node_module, "if node.swa_pins == 0:", "if node.swa_pins <= 1:"),
+    "keep a stale index": (node_module, "node.index.cut(node)", "pass"),
+    "forget what an index passed": (tree_module, "run = index.run_after(count, run)", "run = depth"),
+    "end anywhere in an index": (
+        tree_module,
+        "if last := index.last_usable(count, run):",
+        "if last := count:",
+    ),
     "miscount pins": (node_module, "self.swa_protected += len(node)", "self.swa_protected += 1"),
 }
 
