@@ -82,18 +82,20 @@ def plan_pools(
     typical_len: int,
     release_interval: int,
     chunk: int,
+    margin: int = 0,
 ) -> PoolPlan:
     """Split one budget so that requests of `typical_len` tokens fill both pools at the same time.
 
     A request of T tokens holds T full slots but SWA slots of its window only, so the SWA pool gets that share
-    of the slots, and beside them those of one chunk under way. Neither pool shrinks when the budget grows.
+    of the slots, and beside them those of one chunk under way. `margin` tokens stay behind the window.
+    Neither pool shrinks when the budget grows.
     Raise ConfigError when it is too small, or when the model lacks either kind of layer.
     """
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
     if not full or not swa:
         raise ConfigError("the engine serves hybrid models: at least one full and one SWA layer")
-    window = max(spec.window or 0 for spec in swa)
+    window = max(spec.window or 0 for spec in swa) + margin
     full_bytes = token_bytes(full, dtype_bytes) * page_size
     swa_bytes = token_bytes(swa, dtype_bytes) * page_size
     steady = pages_for(swa_live_tokens(window, page_size, release_interval, 0), page_size)

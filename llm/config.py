@@ -55,9 +55,21 @@ class PrefillConfig(LlmConfig):
     """Settings of `transom prefill`."""
 
     prefix_cache: bool = setting(True, "keep the KV of prompts, and reuse it where a later one begins alike")
+    cache_answers: bool = setting(
+        True, "have decode workers send the KV of answers back, so that a next turn does not compute it anew"
+    )
 
     max_parked_mb: int = setting(
         512, "embeddings held for prompts that are not computed yet; more are refused", ge=1
+    )
+    swa_keep_interval: int = setting(
+        512,
+        "tokens between extra SWA windows kept of a prompt, where a cut or branching one hits; 0: none",
+        ge=0,
+    )
+    swa_keep_until: int = setting(65536, "position up to which swa_keep_interval applies", ge=0)
+    swa_keep_share: float = setting(
+        0.25, "share of the SWA pool that the extra windows of one prompt may take; 0: none", ge=0.0, le=1.0
     )
 
 

@@ -20,10 +20,20 @@ from transom.errors import (
     from_info,
 )
 from transom.llm.config import DecodeConfig
-from transom.llm.kv_transfer import handoff_bytes, unpack_kv
-from transom.llm.request import Drop, Event, FailedEvent, Request, Start, StartedEvent, TokenEvent
+from transom.llm.kv_transfer import handoff_bytes, pack_kv, unpack_kv
+from transom.llm.request import (
+    AnswerEvent,
+    Drop,
+    Event,
+    FailedEvent,
+    Request,
+    ReturnWish,
+    Start,
+    StartedEvent,
+    TokenEvent,
+)
 from transom.llm.worker import GB, LlmStage, check_deadline
-from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, RequestFailed, TokenChunk
+from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, KVReturn, RequestFailed, TokenChunk
 from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
@@ -92,7 +102,8 @@ class DecodeStage(LlmStage):
             return
         self.transport.watch(reserve.gateway)
         self.transport.watch(reserve.prefill)
-        need = handoff_bytes(self.model.config, reserve.prompt_len, self._dtype_bytes)
+        margin = 2 * self.config.page_size
+        need = handoff_bytes(self.model.config, reserve.prompt_len, self._dtype_bytes, margin)
         try:
             self._check_admissible(reserve, need)
         except TransomError as error:
@@ -153,6 +164,9 @@ class DecodeStage(LlmStage):
             self._fail(request_id, error)
             return
         job.arrived = True
+        wish = None
+        if handoff.return_to and handoff.return_page > 0 and handoff.return_from >= 0:
+            wish = ReturnWish(handoff.return_from, handoff.return_page, handoff.return_to)
         self.engine.submit(
             Start(
                 Request(
@@ -160,10 +174,12 @@ class DecodeStage(LlmStage):
                     handoff.sampling,
                     handoff.deadline_s,
                     arrived_s=time.time(),
+                    priority=handoff.priority,
                     prompt_ids=list(handoff.prompt_ids),
                     prompt_complete=True,
                     output_ids=[handoff.first_token],
                     host_kv=host_kv,
+                    wish=wish,
                 )
             )
         )
@@ -171,6 +187,9 @@ class DecodeStage(LlmStage):
     # Events of the engine.
 
     def on_event(self, event: Event) -> None:
+        if isinstance(event, AnswerEvent):
+            self._return(event)
+            return
         job = self._jobs.get(event.request_id)
         if job is None:
             return
@@ -197,6 +216,19 @@ class DecodeStage(LlmStage):
                 timings_ms={f"decode_{name}": value for name, value in event.timings_ms.items()},
             ),
         )
+
+    def _return(self, event: AnswerEvent) -> None:
+        """Send an answer's KV back to its prefill worker's cache, unless too much waits for that worker."""
+        metas, frames = pack_kv(event.host_kv)
+        message = KVReturn(
+            request_id=event.request_id,
+            output_ids=event.output_ids,
+            begin=event.host_kv.begin,
+            end=event.host_kv.length,
+            swa_len=event.host_kv.swa_len,
+            tensors=metas,
+        )
+        self.tell(event.wish.to, message, frames)
 
     # Ends.
 

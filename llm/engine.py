@@ -19,25 +19,27 @@ from transom.errors import DeadlineError, TransomError
 from transom.llm.capacity import pages_for
 from transom.llm.intake import Intake
 from transom.llm.model.causal_lm import CausalLM
+from transom.llm.output import finish_reason, timings_ms, token_event
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import (
+    AnswerEvent,
     Command,
     Drop,
     Event,
     FailedEvent,
     Hold,
+    KeepAnswer,
     PrefilledEvent,
     Request,
+    ReturnWish,
     Start,
     StartedEvent,
-    TokenEvent,
 )
 from transom.llm.runner import ModelRunner, Step, pages_of
 from transom.llm.sampler import Draw
 from transom.llm.scheduler import FreePages, Limits, Order, Plan, plan_step
 from transom.llm.views import look
-from transom.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class Engine:
             limits.batch_tokens,
             min(limits.running_requests, limits.batch_tokens),
             pools.page_size,
-            pools.window,
+            pools.kept,
         )
         self._emit = emit
         self._clock = clock
@@ -98,6 +100,8 @@ class Engine:
         self._events: list[Event] = []
         self._next_deadline_s = float("inf")
         self._computed_tokens = 0
+        self._ahead_tokens = 0
+        self._step_s = self._model_s = 0.0
         self._retracted_bytes = 0
         self._retractions = 0
         self._busy = False
@@ -113,6 +117,7 @@ class Engine:
         """
         if not self._take_commands(wait_s):
             return False
+        begin = time.perf_counter()
         self._expire()
         plan = self._plan()
         for request_id in plan.retract:
@@ -122,6 +127,8 @@ class Engine:
             self._admit(request)
         self._compute_isolated([self._make_step(name, count) for name, count in plan.steps.items()])
         self._busy = bool(plan.steps or plan.retract)
+        if self._busy:
+            self._step_s += time.perf_counter() - begin
         self._check_when_idle()
         self._publish()
         return True
@@ -165,6 +172,9 @@ class Engine:
             "swa_used_slots": (pools.swa_pages.capacity - free.swa) * pools.page_size,
             "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
             "computed_tokens": self._computed_tokens,
+            "ahead_tokens": self._ahead_tokens,
+            "step_seconds": self._step_s,
+            "model_seconds": self._model_s,
             "retracted_bytes": self._retracted_bytes,
             "retractions": self._retractions,
             **(self._cache.figures() if self._cache else {}),
@@ -202,6 +212,11 @@ class Engine:
         if isinstance(command, Hold):
             self._hold = command.reason
             return
+        if isinstance(command, KeepAnswer):
+            if self._cache is not None:
+                self._cache.keep_answer(command.request_id, command.output_ids, command.host_kv)
+                self._checked = False
+            return
         request_id = command.request_id
         known = self._requests.get(request_id)
         if known is None:
@@ -209,6 +224,7 @@ class Engine:
         if isinstance(command, Drop):
             self._forget(known)
         else:
+            known.complete_s = self._clock()
             self._guarded(known, self._intake.grow, command)
 
     def _guarded(self, request: Request, act: Callable[..., None], *args: object) -> None:
@@ -294,8 +310,10 @@ class Engine:
         """Compute a batch; if it raises, compute its requests one by one, so that only the culprit fails."""
         if not steps:
             return
+        begin = time.perf_counter()
         try:
             draws = self._runner.run(steps)
+            self._model_s += time.perf_counter() - begin
         except Exception as error:
             if len(steps) > 1:
                 logger.warning("a batch of %d requests failed (%s); trying each alone", len(steps), error)
@@ -306,6 +324,7 @@ class Engine:
             self._fail(steps[0].request, TransomError(f"computing the request failed: {error}"))
             return
         self._computed_tokens += sum(step.count for step in steps)
+        self._ahead_tokens += sum(step.count for step in steps if not step.request.prompt_complete)
         for step in steps:
             self._advance(step, draws.get(step.request.request_id))
 
@@ -336,41 +355,29 @@ class Engine:
         request.output_ids.append(token)
         assert request.sampler is not None
         request.sampler.observe([token])
-        reason = self._finish_reason(request, token)
-        self._events.append(
-            TokenEvent(
-                request.request_id,
-                index,
-                token,
-                emit=reason != "stop",
-                finish_reason=reason,
-                logprob=drawn.logprob,
-                timings_ms=self._timings_ms(request) if reason or index == 0 else {},
-                cached_tokens=request.cached_tokens,
-            )
-        )
+        reason = finish_reason(request, token, self._eos_ids)
+        timings = timings_ms(request, self._clock()) if reason or index == 0 else {}
+        self._events.append(token_event(request, index, drawn, reason, timings))
         if reason is None and not request.hands_off:
             return
         if self._cache is not None:
             self._cache.finish(request)
         if reason is None:
             host_kv = self._pools.offload(pages_of(request))
-            self._events.append(PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv))
+            wanted = self._cache.hand_over(request) if self._cache is not None else None
+            self._events.append(
+                PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv, wanted)
+            )
+        elif request.wish is not None:
+            self._return_answer(request, request.wish)
         self._forget(request)
 
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        sampling = request.sampling
-        ends = token in self._eos_ids and not sampling.ignore_eos
-        if ends or token in sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(request.output_ids) >= request.max_tokens else None
-
-    def _timings_ms(self, request: Request) -> dict[str, float]:
-        now = self._clock()
-        return {
-            "queue": round((request.admitted_s - request.arrived_s) * 1e3, 3),
-            "compute": round((now - request.admitted_s) * 1e3, 3),
-        }
+    def _return_answer(self, request: Request, wish: ReturnWish) -> None:
+        """Put out the whole pages of what was generated, for the prefix cache where the prompt is."""
+        end = request.computed // wish.page_size * wish.page_size
+        if end > max(wish.begin, request.computed - self._pools.window):
+            host_kv = self._pools.copy_out(pages_of(request), wish.begin, end)
+            self._events.append(AnswerEvent(request.request_id, wish, request.output_ids, host_kv))
 
     def _release(self, request: Request) -> None:
         if request.kv is not None:

@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from transom.errors import ProtocolError, TransomError
 from transom.llm.capacity import token_bytes
 from transom.llm.model.spec import DecoderConfig, LayerSpec
 from transom.llm.pools import HostKV
-from transom.messages import Abort, Dtype, KVHandoff, KVReserve, TensorMeta
+from transom.messages import Abort, Dtype, KVHandoff, KVReserve, KVReturn, TensorMeta
 from transom.transport import Frame, Transport
 
 _TORCH: dict[str, torch.dtype] = {
@@ -50,7 +51,7 @@ def from_frame(meta: TensorMeta, frame: Frame) -> torch.Tensor:
 
 
 def pack_kv(host_kv: HostKV) -> tuple[tuple[TensorMeta, ...], list[Frame]]:
-    """Return the tensors of a KVHandoff."""
+    """Return the tensors of a KVHandoff or KVReturn."""
     metas, frames = zip(*(to_frame(tensor) for tensor in host_kv.tensors))
     return metas, list(frames)
 
@@ -65,14 +66,31 @@ def unpack_kv(handoff: KVHandoff, frames: Sequence[Frame], config: DecoderConfig
         raise ProtocolError(f"prompt_len is {length}, but {len(handoff.prompt_ids)} prompt ids came")
     if not min(length, window - 1) <= swa_len <= length:
         raise ProtocolError(f"swa_len is {swa_len}, needed {min(length, window - 1)} to {length}")
-    expected = [
-        shape for specs, tokens in ((full, length), (swa, swa_len)) for shape in _kv_shapes(specs, tokens)
-    ]
-    shapes = [meta.shape for meta in handoff.tensors]
+    full_k, full_v, swa_k, swa_v = _tensors(handoff, frames, [(full, length), (swa, swa_len)])
+    return HostKV(length, swa_len, full_k, full_v, swa_k, swa_v)
+
+
+def unpack_return(message: KVReturn, frames: Sequence[Frame], config: DecoderConfig) -> HostKV:
+    """Return the KV of an answer; raise ProtocolError unless it fits the model."""
+    full = [spec for spec in config.layers if spec.full]
+    swa = [spec for spec in config.layers if not spec.full]
+    begin, end, swa_len = message.begin, message.end, message.swa_len
+    if not (0 <= begin < end and 0 <= swa_len <= end):
+        raise ProtocolError(f"KV from {begin} to {end} with {swa_len} of SWA")
+    full_k, full_v, swa_k, swa_v = _tensors(message, frames, [(full, end - begin), (swa, swa_len)])
+    return HostKV(end, swa_len, full_k, full_v, swa_k, swa_v, begin)
+
+
+def _tensors(
+    message: KVHandoff | KVReturn,
+    frames: Sequence[Frame],
+    parts: Sequence[tuple[Sequence[LayerSpec], int]],
+) -> list[torch.Tensor]:
+    expected = [shape for specs, tokens in parts for shape in _kv_shapes(specs, tokens)]
+    shapes = [meta.shape for meta in message.tensors]
     if shapes != expected:
         raise ProtocolError(f"KV of shapes {shapes}, expected {expected}: another model?")
-    tensors = [from_frame(meta, frame) for meta, frame in zip(handoff.tensors, frames, strict=True)]
-    return HostKV(length, swa_len, *tensors)
+    return [from_frame(meta, frame) for meta, frame in zip(message.tensors, frames, strict=True)]
 
 
 def _kv_shapes(specs: Sequence[LayerSpec], tokens: int) -> list[tuple[int, ...]]:
@@ -80,11 +98,14 @@ def _kv_shapes(specs: Sequence[LayerSpec], tokens: int) -> list[tuple[int, ...]]
     return [(*head, specs[0].head_dim), (*head, specs[0].v_head_dim)]
 
 
-def handoff_bytes(config: DecoderConfig, prompt_len: int, dtype_bytes: int) -> int:
-    """Return the host memory that the KV of a prompt takes between prefill and decode."""
+def handoff_bytes(config: DecoderConfig, prompt_len: int, dtype_bytes: int, margin: int = 0) -> int:
+    """Return the host memory that the KV of a prompt takes between prefill and decode.
+
+    `margin` tokens of SWA rows come with those of the window.
+    """
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
-    window = max(spec.window or 0 for spec in swa)
+    window = max(spec.window or 0 for spec in swa) + margin
     return prompt_len * token_bytes(full, dtype_bytes) + min(prompt_len, window - 1) * token_bytes(
         swa, dtype_bytes
     )
@@ -186,17 +207,7 @@ class ZmqKVTransfer(KVTransfer):
 
     async def _send(self, request_id: str, transfer: _Transfer, handoff: KVHandoff, host_kv: HostKV) -> None:
         metas, frames = pack_kv(host_kv)
-        message = KVHandoff(
-            request_id=handoff.request_id,
-            prompt_ids=handoff.prompt_ids,
-            first_token=handoff.first_token,
-            prompt_len=host_kv.length,
-            swa_len=host_kv.swa_len,
-            sampling=handoff.sampling,
-            deadline_s=handoff.deadline_s,
-            gateway=handoff.gateway,
-            tensors=metas,
-        )
+        message = msgspec.structs.replace(handoff, tensors=metas)
         failure: TransomError | None = None
         try:
             await self._transport.send_wait(transfer.decode, message, frames)

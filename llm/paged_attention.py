@@ -26,6 +26,8 @@ _LEAST_BLOCK = (
 # Rows of a decode batch are padded to the longest of their group; a further group costs ten small kernels.
 _PADDED_SHARE = 2.0
 _SMALL_PAGES = 16
+# The mask of a full layer is queries by keys: 64 MB at most, whatever the context.
+_MASK_ELEMENTS = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class Span:
     kv: RequestKV
     begin: int
     count: int
+
+
+def _masked_parts(span: Span) -> list[Span]:
+    """Cut a chunk of a long prompt into parts whose mask has a bounded size."""
+    most = max(_MASK_ELEMENTS // (span.begin + span.count), 1)
+    return [Span(span.kv, span.begin + at, min(most, span.count - at)) for at in range(0, span.count, most)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +126,9 @@ class PagedAttention:
         elif window is None:
             row = singles
             for span in self._spans[singles:]:
-                groups.append(self._group([span], row, span.count, window, sink))
-                row += span.count
+                for part in _masked_parts(span):
+                    groups.append(self._group([part], row, part.count, window, sink))
+                    row += part.count
         return groups
 
     def _decode_bounds(self, singles: int, window: int | None) -> list[int]:

@@ -116,8 +116,8 @@ class KVStore:
 class HostKV:
     """A request's KV outside the pools: handed over or retracted. Host memory, owned by the holder.
 
-    full_* are (full layers, length, kv_heads, dim); swa_* (SWA layers, swa_len, kv_heads, dim) hold the last
-    `swa_len` positions only.
+    full_* are (full layers, length - begin, kv_heads, dim); swa_* (SWA layers, swa_len, kv_heads, dim) hold
+    the last `swa_len` positions only. `begin` is 0 but for an answer on its way back to the prefix cache.
     """
 
     length: int
@@ -126,6 +126,7 @@ class HostKV:
     full_v: torch.Tensor
     swa_k: torch.Tensor
     swa_v: torch.Tensor
+    begin: int = 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -164,16 +165,26 @@ class RequestKV:
 
 
 class DualPools:
-    """Both pools and the map between them."""
+    """Both pools and the map between them.
+
+    `margin` tokens of SWA slots stay behind the window, for the window at the last full page of an answer.
+    """
 
     def __init__(
-        self, config: DecoderConfig, plan: PoolPlan, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        plan: PoolPlan,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        margin: int = 0,
     ) -> None:
         specs = config.layers
         self.plan = plan
         self.page_size = plan.page_size
         self.device = device
         self.window = max(spec.window or 0 for spec in specs if not spec.full)
+        self.kept = self.window + margin
         self.full = KVStore([s for s in specs if s.full], plan.full_pages, plan.page_size, dtype, device)
         self.swa = KVStore([s for s in specs if not s.full], plan.swa_pages, plan.page_size, dtype, device)
         self.full_pages = PageAllocator(plan.full_pages)
@@ -189,8 +200,8 @@ class DualPools:
         self._add_pages(kv, pages_for(length, self.page_size), swa_first=kv.count)
 
     def slide(self, kv: RequestKV) -> None:
-        """Free the SWA pages that no query at `kv.length` or later sees."""
-        end = min(max(kv.length - self.window + 1, 0) // self.page_size, kv.count)
+        """Free the SWA pages that no query at `kv.length` or later sees, but for the margin."""
+        end = min(max(kv.length - self.kept + 1, 0) // self.page_size, kv.count)
         begin = max(kv.swa_from, kv.shared)
         if end > begin:
             self.free_swa(kv.pages[begin:end])
@@ -228,29 +239,50 @@ class DualPools:
 
     def offload(self, kv: RequestKV) -> HostKV:
         """Copy the KV of `kv` to host memory: all full rows, SWA rows of the last window. Frees nothing."""
-        pages = kv.pages[: kv.count]
-        full_k, full_v = self.full.read(torch.from_numpy(pages).to(self.device), 0, kv.length)
-        # The next query stands at `length` and sees window - 1 keys before itself.
-        swa_len = min(kv.length, self.window - 1)
-        begin = kv.length - swa_len
+        return self.copy_out(kv, 0, kv.length)
+
+    def copy_out(self, kv: RequestKV, begin: int, end: int) -> HostKV:
+        """Copy full rows of positions begin..end, and the SWA rows kept of those before `end`."""
+        pages = kv.pages[: pages_for(end, self.page_size)]
         first = begin // self.page_size
-        assert self.swa_mapped(pages[first:]).all(), "SWA slots inside the window were freed"
-        live = torch.from_numpy(self.swa_of[pages[first:]]).to(self.device)
         offset = first * self.page_size
-        swa_k, swa_v = self.swa.read(live, begin - offset, kv.length - offset)
-        return HostKV(kv.length, swa_len, full_k, full_v, swa_k, swa_v)
+        full_pages = torch.from_numpy(pages[first:]).to(self.device)
+        full_k, full_v = self.full.read(full_pages, begin - offset, end - offset)
+        # The next query stands at `kv.length` and sees window - 1 keys before itself.
+        window_start = max(kv.length - self.window + 1, 0)
+        gaps = np.flatnonzero(~self.swa_mapped(pages))
+        first = max(
+            max(kv.length - self.kept + 1, 0) // self.page_size, int(gaps[-1]) + 1 if len(gaps) else 0
+        )
+        assert first <= window_start // self.page_size, "SWA slots inside the window were freed"
+        offset = first * self.page_size
+        swa_begin = max(kv.length - self.kept + 1, offset)
+        live = torch.from_numpy(self.swa_of[pages[first:]]).to(self.device)
+        swa_k, swa_v = self.swa.read(live, swa_begin - offset, end - offset)
+        return HostKV(end, end - swa_begin, full_k, full_v, swa_k, swa_v, begin)
 
     def adopt(self, host: HostKV) -> RequestKV:
         """Bring offloaded KV into the pools. Raise PoolExhaustedError, leaving them unchanged."""
         kv = RequestKV()
-        begin = host.length - host.swa_len
-        self._add_pages(kv, pages_for(host.length, self.page_size), swa_first=begin // self.page_size)
-        kv.length = host.length
-        full_slots, _ = self.slots(kv, 0, host.length)
-        self.full.write(torch.from_numpy(full_slots).to(self.device), host.full_k, host.full_v)
-        _, swa_slots = self.slots(kv, begin, host.length)
-        self.swa.write(torch.from_numpy(swa_slots).to(self.device), host.swa_k, host.swa_v)
+        self.take_in(kv, host, host.length - host.swa_len)
         return kv
+
+    def take_in(self, kv: RequestKV, host: HostKV, swa_begin: int) -> None:
+        """Give `kv` pages up to the end of `host` and store what it has, SWA rows from `swa_begin` on.
+
+        Of pages that `kv` has already nothing is written. Raise PoolExhaustedError, leaving all as it was.
+        """
+        own = kv.count * self.page_size
+        self._add_pages(kv, pages_for(host.length, self.page_size), swa_first=swa_begin // self.page_size)
+        kv.length = host.length
+        begin = max(host.begin, own)
+        slots, _ = self.slots(kv, begin, host.length)
+        rows = slice(begin - host.begin, None)
+        self.full.write(torch.from_numpy(slots).to(self.device), host.full_k[:, rows], host.full_v[:, rows])
+        begin = max(swa_begin, own)
+        _, slots = self.slots(kv, begin, host.length)
+        rows = slice(begin - (host.length - host.swa_len), None)
+        self.swa.write(torch.from_numpy(slots).to(self.device), host.swa_k[:, rows], host.swa_v[:, rows])
 
     def slots(
         self, kv: RequestKV, begin: int, end: int

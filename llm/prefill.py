@@ -20,7 +20,7 @@ from transom.errors import (
     from_info,
 )
 from transom.llm.config import PrefillConfig
-from transom.llm.kv_transfer import ZmqKVTransfer, from_frame
+from transom.llm.kv_transfer import ZmqKVTransfer, from_frame, unpack_return
 from transom.llm.prompt import Frame, PromptAssembler
 from transom.llm.request import (
     Drop,
@@ -28,6 +28,7 @@ from transom.llm.request import (
     Extend,
     FailedEvent,
     Hold,
+    KeepAnswer,
     PrefilledEvent,
     Request,
     Start,
@@ -40,6 +41,7 @@ from transom.messages import (
     KVGrant,
     KVHandoff,
     KVReserve,
+    KVReturn,
     PrefillJob,
     RequestFailed,
     TokenChunk,
@@ -116,6 +118,9 @@ class PrefillStage(LlmStage):
                 self._take_job(message)
             case EmbeddingChunk():
                 self._take_chunk(message, received.frames[0])
+            case KVReturn():
+                host_kv = unpack_return(message, received.frames, self.model.config)
+                self.engine.submit(KeepAnswer(message.request_id, message.output_ids, host_kv))
             case KVGrant():
                 self._transfer.granted(message.request_id)
             case RequestFailed():
@@ -292,6 +297,10 @@ class PrefillStage(LlmStage):
             deadline_s=own.job.deadline_s,
             gateway=own.job.gateway,
             tensors=(),
+            priority=own.job.priority,
+            return_to="" if event.return_from is None else self.transport.address,
+            return_from=event.return_from or 0,
+            return_page=self.config.page_size,
         )
         self._transfer.offer(handoff, event.host_kv)
         self._update_hold()

@@ -7,30 +7,30 @@ short. Knows neither model nor sockets. Requests only ever read the pages that t
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 
 import numpy as np
 
 from transom.errors import RequestError
+from transom.llm.answers import Answers
 from transom.llm.capacity import pages_for
-from transom.llm.pools import DualPools, Pages, RequestKV
+from transom.llm.pools import DualPools, HostKV, Pages, RequestKV
 from transom.llm.radix.contract import NO_PAGES, Lock, Match
 from transom.llm.radix.integrity import PoolCounts
-from transom.llm.radix.keys import TOKEN_BYTES, Key, build_key, namespace_of, shared_len
-from transom.llm.radix.node import Node
+from transom.llm.radix.keys import TOKEN_BYTES, Key, build_key, in_blocks, namespace_of
+from transom.llm.radix.pins import alone, unpinned
 from transom.llm.radix.retention import RetentionPolicy, Window, complement, plan_retention, turn_ends
 from transom.llm.radix.tree import RadixTree
 from transom.llm.request import Request
 from transom.llm.scheduler import Follow, FreePages, RequestView
+from transom.llm.sharing import SharedPrefixes
 
 logger = logging.getLogger(__name__)
 
-_MAX_EXTRA_TOKENS = 8192
-_BLOCK_ROWS = 256
-_EXTRA_SHARE = 4  # one prompt keeps extra windows in at most this part of the SWA pool
+_FIRST_JUDGED = 256  # requests; then at twice as many each time
+_MOSTLY_CUT = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -59,24 +59,38 @@ class PrefixCache:
     while the picture is encoded, and a picture seen before is found once its embeddings are there.
     """
 
-    def __init__(self, pools: DualPools, model: str, turn_end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pools: DualPools,
+        model: str,
+        turn_end_ids: Sequence[int],
+        *,
+        policy: RetentionPolicy,
+        answers: bool = False,
+    ) -> None:
         self.hit_tokens = 0
+        self._judged_at = _FIRST_JUDGED
         self._pools = pools
         self._page = pools.page_size
         self._model = model
         self._turn_end_ids = turn_end_ids
         self._tree = RadixTree(pools, window=pools.window, page_size=pools.page_size)
-        self._policy = RetentionPolicy(
-            pools.window,
-            pools.page_size,
-            max_extra_tokens=min(_MAX_EXTRA_TOKENS, pools.plan.swa_tokens // _EXTRA_SHARE),
-        )
+        self._policy = policy
+        self._answers = Answers(self._tree, pools, self._policy) if answers else None
         self._entries: dict[str, _Entry] = {}
         self._followers: frozenset[str] = frozenset()
-        self._shared: dict[tuple[str, str], tuple[Key, Key, int]] = {}  # of the last step
+        self._shared_prefixes = SharedPrefixes()
 
     @classmethod
-    def where_it_fits(cls, pools: DualPools, model: str, turn_end_ids: Sequence[int]) -> PrefixCache | None:
+    def where_it_fits(
+        cls,
+        pools: DualPools,
+        model: str,
+        turn_end_ids: Sequence[int],
+        *,
+        policy: RetentionPolicy,
+        answers: bool,
+    ) -> PrefixCache | None:
         """Return a cache, or None (logged) when the SWA pool can't pin a window and compute beside it."""
         least = pages_for(pools.window, pools.page_size) + 2
         if pools.swa_pages.capacity < least:
@@ -84,7 +98,7 @@ class PrefixCache:
                 "prefix cache off: %d SWA pages, at least %d are needed", pools.swa_pages.capacity, least
             )
             return None
-        return cls(pools, model, turn_end_ids)
+        return cls(pools, model, turn_end_ids, policy=policy, answers=answers)
 
     # What the scheduler sees.
 
@@ -102,7 +116,7 @@ class PrefixCache:
         if request.kv is not None:
             if entry.lock is None:
                 return view
-            full, swa = _alone(entry.lock)
+            full, swa = alone(entry.lock)
             own = request.kv.count - request.kv.shared + full // self._page
             return replace(
                 view,
@@ -113,7 +127,7 @@ class PrefixCache:
         match = None if request.host_kv is not None else self._match(request, entry)
         if match is None or not match.length:
             return view
-        full, swa = _unpinned(match)
+        full, swa = unpinned(match)
         return replace(
             view,
             stored_len=match.length,
@@ -140,17 +154,7 @@ class PrefixCache:
             if request.host_kv is None and (key := self._key(request, entry)) is not None:
                 first_page = key.raw[: self._page * TOKEN_BYTES]
                 alike[entry.namespace, first_page].append((request.request_id, key))
-        known, self._shared = self._shared, {}
-        found: dict[str, list[tuple[str, int]]] = defaultdict(list)
-        for group in alike.values():
-            for (one, one_key), (other, other_key) in combinations(group, 2):
-                memo = known.get((one, other))
-                if memo is None or memo[0] is not one_key or memo[1] is not other_key:
-                    memo = one_key, other_key, shared_len(one_key, other_key)
-                self._shared[one, other] = memo
-                for name, key, of in ((one, one_key, other), (other, other_key, one)):
-                    found[name].append((of, min(memo[2], len(key) - 1) // self._page * self._page))
-        return {name: tuple(shared) for name, shared in found.items()}
+        return self._shared_prefixes.among(alike.values(), self._page)
 
     def follow(self, follows: Mapping[str, Follow]) -> None:
         """See to it that the leaders keep a window where their followers will start."""
@@ -221,6 +225,18 @@ class PrefixCache:
         self.slide(request)
         self._insert(request, entry, key)
 
+    def hand_over(self, request: Request) -> int | None:
+        """Return from where on the KV of the answer is wanted back; None if it isn't."""
+        key = self._entry(request).key
+        if self._answers is None or key is None:
+            return None
+        return self._answers.expect(request.request_id, key)
+
+    def keep_answer(self, request_id: str, output_ids: Sequence[int], host: HostKV) -> None:
+        """Take over the KV of an answer, if that of its prompt is still here."""
+        if self._answers is not None:
+            self._answers.take(request_id, output_ids, host, self.make_room)
+
     def slide(self, request: Request) -> None:
         """Free the request's own SWA pages that neither it nor a later request at its end will read."""
         kv, entry = request.kv, self._entry(request)
@@ -258,6 +274,8 @@ class PrefixCache:
             "cache_tokens": tree.full_evictable + tree.full_protected,
             "cache_evictable_tokens": tree.full_evictable,
             "cache_hit_tokens": self.hit_tokens,
+            "cache_cut_tokens": tree.stats.swa_cut_tokens,
+            "cache_answer_tokens": self._answers.tokens if self._answers else 0,
         }
 
     def check_integrity(self, owners: Iterable[RequestKV] = ()) -> None:
@@ -312,7 +330,7 @@ class PrefixCache:
     def _build_key(self, request: Request, entry: _Entry) -> None:
         ids = np.array(request.prompt_ids, np.int64)
         try:
-            entry.key = build_key(ids, _blocks(request.media_spans), entry.namespace)
+            entry.key = build_key(ids, in_blocks(request.media_spans), entry.namespace)
         except RequestError as error:
             logger.info("request %s is not cached: %s", request.request_id, error.message)
             entry.key = None
@@ -333,6 +351,7 @@ class PrefixCache:
             entry.branch_points.append(match.prefix_len)
             self._plan(entry, len(entry.key))
         entry.lock = self._tree.lock(match)
+        self._judge_hits()
         count = len(pages)
         request.kv = RequestKV(pages, count, count, match.window_start // self._page, match.length)
         hit = max(match.length - max(request.computed, entry.counted), 0)
@@ -340,6 +359,21 @@ class PrefixCache:
         request.cached_tokens += hit
         self.hit_tokens += hit
         request.computed = match.length
+
+    def _judge_hits(self) -> None:
+        """Warn when windows are missing for most of what is cached: nothing else would tell."""
+        stats = self._tree.stats
+        if stats.lookups < self._judged_at:
+            return
+        self._judged_at = 2 * stats.lookups
+        if stats.swa_cut_tokens > _MOSTLY_CUT * stats.hit_tokens:
+            logger.warning(
+                "prefix cache: %d tokens of %d requests were hits, %d more were cached but for their window:"
+                " the SWA pool is too small for these prompts, see typical_context_len",
+                stats.hit_tokens,
+                stats.lookups,
+                stats.swa_cut_tokens,
+            )
 
     def _insert(self, request: Request, entry: _Entry, key: Key) -> None:
         kv, lock = request.kv, entry.lock
@@ -355,47 +389,3 @@ class PrefixCache:
 
 def _state(request: Request) -> tuple[int, bool]:
     return len(request.prompt_ids), request.prompt_complete
-
-
-def _blocks(spans: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Cut media spans at fixed row numbers of their item, each block with a key of its own.
-
-    The ids of a span cost as much as all of its key up to its end: a video of many frames under one key would
-    take quadratic time. Where chunks or runs were cut makes no difference.
-    """
-    seen: Counter[str] = Counter()
-    blocks = []
-    for start, span_len, content_key in spans:
-        end = start + span_len
-        while start < end:
-            row = seen[content_key]
-            count = min(end - start, _BLOCK_ROWS - row % _BLOCK_ROWS)
-            blocks.append((start, count, content_key and f"{content_key}/{row // _BLOCK_ROWS}"))
-            seen[content_key] += count
-            start += count
-    return blocks
-
-
-def _alone(lock: Lock) -> tuple[int, int]:
-    """Return the full and SWA tokens that nobody but this lock keeps from eviction."""
-    full = swa = 0
-    node: Node | None = lock.node
-    while node is not None and node.parent is not None:
-        if node.full_pins == 1:
-            full += len(node)
-        if node.end > lock.swa_start and node.swa_pins == 1:
-            swa += len(node)
-        node = node.parent
-    return full, swa
-
-
-def _unpinned(match: Match) -> tuple[int, int]:
-    """Return the full and SWA tokens of a match that count as evictable until it is locked."""
-    full = swa = 0
-    for node in match.path:
-        end = min(node.end, match.length)
-        if not node.full_pins:
-            full += end - node.start
-        if not node.swa_pins:
-            swa += max(end - max(node.start, match.window_start), 0)
-    return full, swa

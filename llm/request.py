@@ -23,6 +23,15 @@ class EmbeddingRows:
     rows: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ReturnWish:
+    """Where the KV of a finished request is wanted back: pages of `page_size` tokens from `begin` on."""
+
+    begin: int
+    page_size: int
+    to: str
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request. Tokens are numbered over prompt and output; `computed` of them have their KV stored.
@@ -51,7 +60,9 @@ class Request:
     host_kv: HostKV | None = None
     sampler: SamplerState | None = None
     admitted_s: float = 0.0
+    complete_s: float = 0.0  # when the last piece of a prompt came that grew here
     retractions: int = 0
+    wish: ReturnWish | None = None  # of the prefill worker, on a decode worker
 
     @property
     def known_len(self) -> int:
@@ -114,13 +125,22 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepAnswer:
+    """Cache what a decode worker generated for a request that was handed to it."""
+
+    request_id: str
+    output_ids: list[int]
+    host_kv: HostKV
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """Admit nobody while `reason` is not empty."""
 
     reason: str
 
 
-Command = Start | Extend | Drop | Hold
+Command = Start | Extend | Drop | KeepAnswer | Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +175,17 @@ class PrefilledEvent:
     prompt_ids: list[int]
     first_token: int
     host_kv: HostKV
+    return_from: int | None  # from where on the answer's KV is wanted back
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEvent:
+    """A finished request's KV that its prefill worker wants back; follows the last TokenEvent."""
+
+    request_id: str
+    wish: ReturnWish
+    output_ids: list[int]
+    host_kv: HostKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,4 +196,4 @@ class FailedEvent:
     error: ErrorInfo
 
 
-Event = TokenEvent | StartedEvent | PrefilledEvent | FailedEvent
+Event = TokenEvent | StartedEvent | PrefilledEvent | AnswerEvent | FailedEvent

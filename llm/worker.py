@@ -27,6 +27,7 @@ from transom.llm.model.loader import load_language_model
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
+from transom.llm.radix.retention import RetentionPolicy
 from transom.llm.request import Event
 from transom.messages import Message, RequestFailed
 from transom.stage import Stage
@@ -81,6 +82,8 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
     dtype = pick_dtype(config.dtype, device)
     # The MTP modules draft tokens; without speculative decoding nothing would run them.
     model = load_language_model(resolve_model(config.model), dtype=dtype, device=device, mtp=False)
+    # Where an answer ends inside of a page, the window before its last full page is cached.
+    margin = 2 * config.page_size if _keeps_answers(config) else 0
     plan = plan_pools(
         model.config,
         budget_bytes=int(config.kv_memory_gb * GB),
@@ -89,6 +92,7 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         typical_len=config.typical_context_len,
         release_interval=config.swa_release_interval,
         chunk=config.max_batch_tokens,
+        margin=margin,
     )
     logger.info(
         "%s on %s in %s: %s", config.model, device, str(dtype).removeprefix("torch."), plan.describe()
@@ -99,18 +103,44 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         context_len=config.max_context_len or model.config.max_position_embeddings,
         swa_release_interval=config.swa_release_interval,
     )
-    pools = DualPools(model.config, plan, dtype=dtype, device=device)
+    pools = DualPools(model.config, plan, dtype=dtype, device=device, margin=margin)
     cache = None
     if isinstance(config, PrefillConfig) and config.prefix_cache:
-        cache = PrefixCache.where_it_fits(pools, config.model, model.config.eos_token_ids)
+        policy = RetentionPolicy(
+            pools.window,
+            pools.page_size,
+            config.swa_keep_interval,
+            config.swa_keep_until,
+            int(config.swa_keep_share * plan.swa_tokens),
+        )
+        cache = PrefixCache.where_it_fits(
+            pools, config.model, model.config.eos_token_ids, policy=policy, answers=config.cache_answers
+        )
     order = make_order(config.schedule_policy, config.waiting_credit)
     return Engine(model, pools, limits, emit, order=order, cache=cache), model
+
+
+def _keeps_answers(config: LlmConfig) -> bool:
+    if isinstance(config, PrefillConfig):
+        return config.prefix_cache and config.cache_answers
+    return True  # decode: the prefill workers say in each hand-over whether they want them
 
 
 class LlmStage(Stage):
     """A stage around one engine. Subclasses say what messages and events mean."""
 
-    totals = frozenset({"computed_tokens", "cache_hit_tokens", "retractions"})
+    totals = frozenset(
+        {
+            "step_seconds",
+            "model_seconds",
+            "computed_tokens",
+            "ahead_tokens",
+            "cache_hit_tokens",
+            "cache_cut_tokens",
+            "cache_answer_tokens",
+            "retractions",
+        }
+    )
 
     def __init__(self, config: LlmConfig) -> None:
         self.config = config

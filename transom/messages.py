@@ -193,7 +193,9 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, tag="kv_handoff"):
     """prefill -> decode: the request's state after its first token.
 
     Frames, in the order of `tensors`: full K, full V (full layers, prompt_len, kv_heads, dim), SWA K,
-    SWA V (SWA layers, swa_len, kv_heads, dim): the rows of the last `swa_len` positions only.
+    SWA V (SWA layers, swa_len, kv_heads, dim): the rows of the last `swa_len` positions only. A prefill
+    worker that caches answers asks in `return_to` (its inbox) for a KVReturn of the pages of `return_page`
+    tokens from position `return_from` on.
     """
 
     request_id: str
@@ -204,6 +206,25 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, tag="kv_handoff"):
     sampling: Sampling
     deadline_s: float
     gateway: str
+    tensors: tuple[TensorMeta, ...]
+    priority: int = 0
+    return_to: str = ""
+    return_from: int = 0
+    return_page: int = 1
+
+
+class KVReturn(msgspec.Struct, frozen=True, kw_only=True, tag="kv_return"):
+    """decode -> prefill: the KV of an answer, for the prefix cache. May be lost without harm.
+
+    Frames as in KVHandoff, for the positions `begin` to `end` in the full layers and the last `swa_len`
+    before `end` in the SWA layers.
+    """
+
+    request_id: str
+    output_ids: list[int]  # the whole answer; the KV of the last one or more is not stored
+    begin: int
+    end: int
+    swa_len: int
     tensors: tuple[TensorMeta, ...]
 
 
@@ -264,6 +285,7 @@ Message = (
     | KVReserve
     | KVGrant
     | KVHandoff
+    | KVReturn
     | TokenChunk
     | RequestFailed
     | Abort
@@ -301,7 +323,7 @@ def tensor_metas(message: Message) -> tuple[TensorMeta, ...]:
     """Return the metas of the raw frames that must follow the header, or () for free-form frames."""
     if isinstance(message, EmbeddingChunk):
         return (message.rows,)
-    if isinstance(message, KVHandoff):
+    if isinstance(message, KVHandoff | KVReturn):
         return message.tensors
     return ()
 

@@ -7,6 +7,7 @@ content key and on the position in it. Knows no slot, no page size and no tokeni
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from transom.errors import RequestError
 from transom.media_key import framed_digest
 
 TOKEN_BYTES = 8
+_BLOCK_ROWS = 256
 
 Tokens = NDArray[np.int64]
 
@@ -76,6 +78,25 @@ def build_key(
         ids = _media_ids(content_key, first, span_len)
         raw[start * TOKEN_BYTES : end_before * TOKEN_BYTES] = ids.tobytes()
     return Key(bytes(raw), namespace)
+
+
+def in_blocks(spans: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Cut media spans at fixed row numbers of their item, each block with a key of its own.
+
+    The ids of a span cost as much as all of its key up to its end: a video of many frames under one key would
+    take quadratic time. Where chunks or runs were cut makes no difference.
+    """
+    seen: Counter[str] = Counter()
+    blocks = []
+    for start, span_len, content_key in spans:
+        end = start + span_len
+        while start < end:
+            row = seen[content_key]
+            count = min(end - start, _BLOCK_ROWS - row % _BLOCK_ROWS)
+            blocks.append((start, count, content_key and f"{content_key}/{row // _BLOCK_ROWS}"))
+            seen[content_key] += count
+            start += count
+    return blocks
 
 
 def shared_len(first: Key, second: Key) -> int:

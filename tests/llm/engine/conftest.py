@@ -17,7 +17,8 @@ from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
-from transom.llm.request import Event, FailedEvent, PrefilledEvent, Request, Start, TokenEvent
+from transom.llm.radix.retention import RetentionPolicy
+from transom.llm.request import AnswerEvent, Event, FailedEvent, PrefilledEvent, Request, Start, TokenEvent
 from transom.llm.scheduler import Order
 from transom.messages import Sampling
 
@@ -98,9 +99,10 @@ def make_pools() -> Callable[..., DualPools]:
         swa: int = 200,
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        margin: int = 0,
     ) -> DualPools:
         plan = PoolPlan(page_size, full + 1, swa + 1, 0, 0)
-        return DualPools(config, plan, dtype=dtype, device=torch.device("cpu"))
+        return DualPools(config, plan, dtype=dtype, device=torch.device("cpu"), margin=margin)
 
     return make
 
@@ -168,11 +170,15 @@ class Harness:
         clock: Callable[[], float],
         cached: bool,
         order: Order,
+        answers: bool,
         **limits: int,
     ) -> None:
         bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
         self.pools = pools
-        self.cache = PrefixCache(pools, "tiny", (TURN_END,)) if cached else None
+        policy = RetentionPolicy(pools.window, pools.page_size, max_extra_tokens=pools.plan.swa_tokens // 4)
+        self.cache = None
+        if cached:
+            self.cache = PrefixCache(pools, "tiny", (TURN_END,), policy=policy, answers=answers)
         self.engine = Engine(
             model,
             pools,
@@ -187,6 +193,7 @@ class Harness:
         self.finished: dict[str, str] = {}
         self.errors: dict[str, ErrorInfo] = {}
         self.prefilled: dict[str, PrefilledEvent] = {}
+        self.answers: dict[str, AnswerEvent] = {}
         self._arrivals = 0
 
     def _take(self, events: list[Event]) -> None:
@@ -202,6 +209,8 @@ class Harness:
                 self.errors[event.request_id] = event.error
             elif isinstance(event, PrefilledEvent):
                 self.prefilled[event.request_id] = event
+            elif isinstance(event, AnswerEvent):
+                self.answers[event.request_id] = event
 
     prefilled_elsewhere: frozenset[str] = frozenset()
 
@@ -245,9 +254,11 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         clock: Callable[[], float] = lambda: 0.0,
         cached: bool = False,
         policy: str = "fewest-uncached",
+        margin: int = 0,
+        answers: bool = False,
         **limits: int,
     ) -> Harness:
-        pools = make_pools(model.config, full=full, swa=swa, page_size=page_size)
-        return Harness(model, pools, clock, cached, make_order(policy, 10.0), **limits)
+        pools = make_pools(model.config, full=full, swa=swa, page_size=page_size, margin=margin)
+        return Harness(model, pools, clock, cached, make_order(policy, 10.0), answers, **limits)
 
     return make

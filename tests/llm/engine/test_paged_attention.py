@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transom.llm import paged_attention
 from transom.llm.model.attention import PackedAttention
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.paged_attention import PagedAttention, Span
@@ -60,6 +62,27 @@ def test_every_chunk_size(model: MiMoV2ForCausalLM, make_pools: Pools, page_size
         torch.testing.assert_close(hidden, uncached(model, prompt), atol=2e-5, rtol=1e-4)
 
 
+def test_the_mask_of_a_long_prompt_is_bounded(
+    model: MiMoV2ForCausalLM, make_pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "_MASK_ELEMENTS", 400)
+    largest = 0
+    attend = paged_attention.paged_attention
+
+    def watched(*args: Any, **more: Any) -> torch.Tensor:
+        nonlocal largest
+        bias = args[4]
+        largest = max(largest, 0 if bias is None or len(bias) > 1 else bias.numel())
+        return attend(*args, **more)
+
+    monkeypatch.setattr(paged_attention, "paged_attention", watched)
+    prompt = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        (hidden,) = run_in_steps(model, make_pools(model.config, page_size=4), [prompt], [[40, 50]])
+        torch.testing.assert_close(hidden, uncached(model, prompt), atol=2e-5, rtol=1e-4)
+    assert 0 < largest <= 400 + 4 * 10
+
+
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=6), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_batched_steps(
@@ -93,6 +116,7 @@ def test_decode_batch_of_uneven_lengths(model: MiMoV2ForCausalLM, make_pools: Po
 
 
 def test_stale_garbage_never_reaches_a_later_owner(model: MiMoV2ForCausalLM, make_pools: Pools) -> None:
+    """B079: NaN of a former owner stays out of every later prompt."""
     prompt = torch.randint(0, 96, (21,), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
         pools = make_pools(model.config, full=10, swa=10)

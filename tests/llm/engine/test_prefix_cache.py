@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from transom.llm import prefix_cache
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.request import Drop, Extend, Start, TokenEvent
 
@@ -220,7 +221,8 @@ def test_text_runs_before_its_picture_comes_and_is_not_lost(
     pictures = Pictures(harness)
     pictures.start("a")
     harness.engine.step()
-    assert harness.engine.load()["computed_tokens"] == 9  # the last one is kept back
+    load = harness.engine.load()
+    assert load["computed_tokens"] == load["ahead_tokens"] == 9  # the last one is kept back
     pictures.finish("a", rows_of(1), "key")
     harness.run()
     assert harness.engine.load()["computed_tokens"] == len(pictures.ids) + 7
@@ -261,6 +263,23 @@ def test_much_evictable_and_little_free(
     assert_greedy(harness.tokens["big"], model, prompt, 8)
     assert serve(harness, "big again", prompt) == pages_below(200)
     assert_greedy(harness.tokens["big again"], model, prompt, 8)
+
+
+def test_missing_windows_are_told(
+    model: MiMoV2ForCausalLM,
+    make_harness: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """B081: a hit rate of nothing although everything is cached shows in a counter and in the log."""
+    monkeypatch.setattr(prefix_cache, "_FIRST_JUDGED", 8)
+    harness = make_harness(model, swa=12, batch_tokens=16, cached=True)
+    shared = prompt_of(60)
+    for user in range(9):
+        serve(harness, f"u{user}", shared + prompt_of(60, user + 1), hands_off=True)
+    load = harness.engine.load()
+    assert load["cache_hit_tokens"] < load["cache_cut_tokens"]
+    assert [r.levelname for r in caplog.records if "SWA pool is too small" in r.message] == ["WARNING"]
 
 
 def test_swa_slots_of_a_running_request_stay_bounded(model: MiMoV2ForCausalLM, make_harness: Make) -> None:

@@ -206,7 +206,8 @@ async def test_prefill_waits_while_too_much_kv_waits_for_decode(checkpoint: Path
         assert (await decode.expect(KVReserve, "big")).prompt_len == 7000
         decode.say(KVGrant(request_id="big"))
         handoff = await decode.expect(KVHandoff, "big")
-        assert (handoff.prompt_len, handoff.swa_len) == (7000, 8)
+        assert handoff.prompt_len == 7000
+        assert 8 <= handoff.swa_len <= 8 + 2 * 4  # two pages more, for the answer's way back
         await gateway.expect(TokenChunk, "next")
         assert bench.stage.load()["full_used_slots"] == 0
 

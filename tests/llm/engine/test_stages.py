@@ -285,8 +285,32 @@ async def test_media_in_odd_order(gateway: Gateway, model: MiMoV2ForCausalLM, as
     at = [i for i, token in enumerate(ids) if token in (91, 92)]
     assert_greedy(gateway.output("m"), model, ids, 8, rows, at)
     assert_greedy(gateway.output("text"), model, head, 8)
-    stats = next(c.prompt for c in gateway.chunks if c.request_id == "m" and c.prompt)
+    first_chunk = next(c for c in gateway.chunks if c.request_id == "m" and c.prompt)
+    # The text before the first picture was computed before the last piece came.
+    assert first_chunk.timings_ms["prefill_ahead"] > 0
+    assert (await gateway.load(gateway.prefill))["ahead_tokens"] >= len(head) - 1
+    stats = first_chunk.prompt
+    assert stats is not None
     assert (stats.prompt_tokens, stats.image_tokens, stats.video_tokens, stats.audio_tokens) == (39, 5, 2, 2)
+
+
+async def test_answers_are_cached_where_their_prompts_are(
+    gateway: Gateway, model: MiMoV2ForCausalLM, assert_greedy: Check
+) -> None:
+    """The decode worker sends its KV back: a next turn computes neither the prompt nor the answer anew."""
+    prompt = prompt_of(21, 12)
+    for turn in range(3):
+        name = f"turn {turn}"
+        before = (await gateway.load(gateway.prefill))["cache_answer_tokens"]
+        gateway.job(name, TextPart(prompt), max_tokens=20, cache_salt="answers")
+        await gateway.finished(name)
+        assert_greedy(gateway.output(name), model, prompt, 20)
+        first = next(c.prompt for c in gateway.chunks if c.request_id == name and c.prompt)
+        assert first.cached_tokens == (len(prompt) - 9 - 1) // 4 * 4 * (turn > 0)
+        async with asyncio.timeout(20):
+            while (await gateway.load(gateway.prefill))["cache_answer_tokens"] == before:
+                pass
+        prompt = [*prompt, *gateway.output(name), *prompt_of(9, turn)]
 
 
 async def test_a_repeated_prompt_is_cached(

@@ -1,0 +1,118 @@
+"""Little memory: everyone gets through, nothing is lost, and SWA slots stay O(window + chunk)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.policies import POLICIES
+from transom.llm.request import Extend, Start
+from transom.llm.runner import Step
+from transom.llm.sampler import Draw
+
+Make = Callable[..., Any]
+Check = Callable[..., None]
+
+PAGE, PAD = 4, 91
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_deadlock_in_too_little_memory(
+    model: MiMoV2ForCausalLM,
+    make_harness: Make,
+    assert_greedy: Check,
+    policy: str,
+    share: float,
+    cached: bool,
+) -> None:
+    """Sixteen requests in the memory that all, half or a tenth of them need at once; one waits for media."""
+    lengths = [5 + 7 * i % 60 for i in range(16)]
+    needed = sum((length + 12 + PAGE) // PAGE for length in lengths)
+    least = (max(lengths) + 12) // PAGE + 3
+    pages = max(int(needed * share), least)
+    harness = make_harness(
+        model, full=pages, swa=max(pages // 2, 9), batch_tokens=16, policy=policy, cached=cached
+    )
+    rows = torch.randn(10, 32, generator=torch.Generator().manual_seed(3))
+    head, tail = prompt_of(20, 50), prompt_of(6, 51)
+    harness.engine.submit(Start(harness.request("media", prompt_ids=list(head), max_tokens=5)))
+    for i, length in enumerate(lengths):
+        harness.submit(f"r{i}", prompt_of(length, i), max_tokens=12, priority=i % 2)
+        harness.engine.step()
+    for _ in range(40):
+        harness.engine.step()
+    harness.engine.submit(Extend("media", [PAD] * 10, list(range(10)), rows, False, "key"))
+    harness.engine.submit(Extend("media", tail, [], None, True))
+    harness.run()
+    for i, length in enumerate(lengths):
+        assert_greedy(harness.tokens[f"r{i}"], model, prompt_of(length, i), 12)
+    assert_greedy(harness.tokens["media"], model, [*head, *[PAD] * 10, *tail], 5, rows, list(range(20, 30)))
+    harness.assert_nothing_left()
+
+
+def test_swa_slots_of_a_64k_token_request(
+    model: MiMoV2ForCausalLM, make_harness: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65,000 tokens of prompt, 300 of output, and a second turn, in an SWA pool of window + chunk.
+
+    Nothing is computed, which would take a minute: the slots are what is tested.
+    """
+    chunk, window, peak = 1000, model.config.layers[1].window, 0
+    assert window is not None
+    bound = (window + chunk) // PAGE + 3
+    harness = make_harness(model, full=17_000, swa=bound, batch_tokens=chunk, context_len=70_000, cached=True)
+
+    def run(steps: Sequence[Step]) -> dict[str, Draw]:
+        nonlocal peak
+        held = sum(kv.swa_count for step in steps if (kv := step.request.kv) is not None)
+        peak = max(peak, held)
+        return {step.request.request_id: Draw(1, None) for step in steps if step.samples}
+
+    monkeypatch.setattr(harness.engine._runner, "run", run)
+    prompt = prompt_of(65_000)
+    for name, ids in (("long", prompt), ("longer", [*prompt, *[1] * 300, *prompt_of(900, 1)])):
+        harness.submit(name, ids, max_tokens=300)
+        harness.run()
+    assert chunk // PAGE <= peak <= bound
+    load = harness.engine.load()
+    assert load["retractions"] == 0
+    assert load["computed_tokens"] <= 65_299 + 900 + 299 + 2 * PAGE
+    harness.assert_nothing_left()
+
+
+def test_prompts_of_all_kinds_in_one_tiny_pool(
+    model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
+) -> None:
+    """Cut anywhere, retracted, cached, evicted, beside a picture: the tokens are those of a plain run."""
+    for chunk in (1, 5, 13):
+        harness = make_harness(model, full=34, swa=16, batch_tokens=chunk, cached=True)
+        rows = torch.randn(10, 32, generator=torch.Generator().manual_seed(3))
+        head, tail = prompt_of(12, 1), prompt_of(7, 2)
+        media = [*head, *[PAD] * 10, *tail]
+        for round in range(2):
+            name = f"media {round}"
+            harness.engine.submit(Start(harness.request(name, prompt_ids=list(head), max_tokens=6)))
+            for i in range(4):
+                harness.submit(
+                    f"{round} {i}", [*head, *prompt_of(9 + 7 * i, i)], max_tokens=9, hands_off=i == 3
+                )
+            for _ in range(3):
+                harness.engine.step()
+            harness.engine.submit(Extend(name, [PAD] * 10, list(range(10)), rows, False, "key"))
+            harness.engine.submit(Extend(name, tail, [], None, True))
+            harness.run()
+            assert_greedy(harness.tokens[name], model, media, 6, rows, list(range(12, 22)))
+            for i in range(4):
+                steps = 1 if i == 3 else 9
+                assert_greedy(harness.tokens[f"{round} {i}"], model, [*head, *prompt_of(9 + 7 * i, i)], steps)
+            harness.assert_nothing_left()
