@@ -16,6 +16,8 @@ from transom.commands.base import Parser, add_json_flag, examples
 BENCHMARKS = {
     "chat": "closed-loop chat load against a server: latency percentiles and throughput",
     "radix": "match and insert of the prefix cache's radix tree, no server needed",
+    "scheduler": "time to the first token under each scheduling policy, live or simulated, no server needed",
+    "prefix-cache": "what a multi-user trace hits, against a stock engine's retention, no server needed",
     "kv-capacity": "bytes of KV a request takes, single pool against dual pools, no server needed",
     "placement": "hit rates of media placed by polling and by the hash ring, simulated, no server needed",
     "shm": "put and get of the shared embedding cache against memcpy and a dict, no server needed",

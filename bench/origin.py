@@ -1,0 +1,26 @@
+"""Where a benchmark's row comes from: commit, versions, machine. Knows no benchmark."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+from transom import __version__
+
+
+def origin(benchmark: str) -> dict[str, str]:
+    """Return what a row needs to be traced; the commit is empty outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() if done.returncode == 0 else ""
+    except OSError:
+        commit = ""
+    return {
+        "benchmark": benchmark,
+        "commit": commit,
+        "transom": __version__,
+        "python": platform.python_version(),
+        "device": f"cpu {platform.machine()}",
+    }
