@@ -60,6 +60,10 @@ class EncoderConfig(StageConfig):
     media_folders: tuple[str, ...] = setting(
         (), "folder below which file: URLs may be read; none: no file: URLs", metavar="FOLDER"
     )
+    fetch_dns_servers: tuple[str, ...] = setting(
+        (), "DNS server that names of URLs are asked of, ADDRESS or ADDRESS:PORT; none: as the system does",
+        metavar="SERVER",
+    )  # fmt: skip
     allow_private_addresses: bool = setting(False, "also fetch from loopback, private and reserved addresses")
 
     embedding_cache_mb: int = setting(

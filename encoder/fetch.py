@@ -16,18 +16,16 @@ from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from transom.encoder.config import EncoderConfig
 from transom.encoder.local_files import LocalFiles, is_file_url
+from transom.encoder.resolver import JudgingResolver, RefusedAddressError, is_public
 from transom.errors import MediaError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK_BYTES = 256 * 1024
 _MAX_URL_CHARS = 8192
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,7 @@ class FetchLimits:
     domains: tuple[str, ...]
     allow_private: bool
     folders: tuple[str, ...] = ()
+    dns_servers: tuple[str, ...] = ()  # instead of the system's resolver
 
     @classmethod
     def of(cls, config: EncoderConfig) -> FetchLimits:
@@ -61,36 +60,8 @@ class FetchLimits:
             domains=config.fetch_domains,
             allow_private=config.allow_private_addresses,
             folders=config.media_folders,
+            dns_servers=config.fetch_dns_servers,
         )
-
-
-def embedded_addresses(address: Address) -> list[Address]:
-    """Return the address and any IPv4 address that it stands for (mapped, 6to4, Teredo, NAT64)."""
-    found: list[Address] = [address]
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            found.append(address.ipv4_mapped)
-        if address.sixtofour is not None:
-            found.append(address.sixtofour)
-        if address.teredo is not None:
-            found.extend(address.teredo)
-        if address in _NAT64 or int(address) >> 32 == 0:
-            found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    return found
-
-
-def is_public(text: str) -> bool:
-    """Whether an address, as the resolver gives it, is one of the public internet."""
-    try:
-        address = ipaddress.ip_address(text.split("%", 1)[0])
-    except ValueError:
-        return False
-    return all(
-        item.is_global and not item.is_multicast and not item.is_reserved and not item.is_unspecified
-        for item in embedded_addresses(address)
-        # The IPv6 form of a mapped or translated address is never global itself; its IPv4 counts.
-        if not (isinstance(item, ipaddress.IPv6Address) and (item.ipv4_mapped or item in _NAT64))
-    )
 
 
 def _host_of(url: str) -> str:
@@ -160,39 +131,6 @@ def check_url(url: str, limits: FetchLimits) -> SplitResult:
     return parts
 
 
-class _Refused(OSError):
-    """The name stands for an address that must not be reached."""
-
-
-class _JudgingResolver(AbstractResolver):
-    """Resolves through the system and gives public addresses only: these are what gets connected to."""
-
-    def __init__(self, allow_private: bool) -> None:
-        self._allow_private = allow_private
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
-        results: list[ResolveResult] = []
-        for kind, _, protocol, _, address in found:
-            text = str(address[0])
-            # One bad address among good ones refuses the name: it is a rebinding attempt.
-            if not self._allow_private and not is_public(text):
-                raise _Refused(f"{host} stands for {text}")
-            results.append(
-                ResolveResult(
-                    hostname=host, host=text, port=port, family=kind, proto=protocol,
-                    flags=socket.AI_NUMERICHOST,
-                )
-            )  # fmt: skip
-        return results
-
-    async def close(self) -> None:
-        return None
-
-
 class _Body:
     """Collects a response, inflating it where the server compressed it, up to a size."""
 
@@ -234,8 +172,9 @@ class Fetcher:
     async def start(self) -> None:
         """Open the session; no request is made."""
         limits = self.limits
+        self._resolver = JudgingResolver(limits.allow_private, limits.dns_servers)
         connector = aiohttp.TCPConnector(
-            resolver=_JudgingResolver(limits.allow_private),
+            resolver=self._resolver,
             use_dns_cache=False,
             limit=limits.concurrency,
         )
@@ -254,6 +193,7 @@ class Fetcher:
         """Drop all connections."""
         if self._session is not None:
             await self._session.close()
+            await self._resolver.close()
 
     async def fetch(self, url: str) -> bytearray:
         """Return the bytes at a URL; raise MediaError that says what forbade or ended it."""
@@ -275,7 +215,7 @@ class Fetcher:
                     f"download of the URL took over {self.limits.total_s:g} s, the limit"
                 ) from None
             except aiohttp.ClientError as error:
-                refused = _cause(error, _Refused)
+                refused = _cause(error, RefusedAddressError)
                 if refused is not None:
                     raise MediaError(f"URL host is not a public address: {refused}") from None
                 reason = str(error) or type(error).__name__

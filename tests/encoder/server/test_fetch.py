@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from transom.encoder.config import EncoderConfig
-from transom.encoder.fetch import Fetcher, FetchLimits, check_url, domain_allowed, is_public
+from transom.encoder.fetch import Fetcher, FetchLimits, check_url, domain_allowed
+from transom.encoder.resolver import is_public
 from transom.errors import MediaError
 
 PUBLIC = FetchLimits.of(EncoderConfig())
@@ -230,7 +231,7 @@ async def test_a_public_first_hop_does_not_open_private_ones(
     monkeypatch.setattr(loop, "getaddrinfo", resolve)
     # The judge is blind to the first name only, as if it were public.
     monkeypatch.setattr(
-        "transom.encoder.fetch._JudgingResolver.resolve", _blind_to("public.example"), raising=True
+        "transom.encoder.resolver.JudgingResolver.resolve", _blind_to("public.example"), raising=True
     )
     origin.handler = hop
     with pytest.raises(MediaError, match="localhost stands for"):
@@ -239,14 +240,14 @@ async def test_a_public_first_hop_does_not_open_private_ones(
 
 
 def _blind_to(name: str) -> Any:
-    from transom.encoder.fetch import _JudgingResolver
+    from transom.encoder.resolver import JudgingResolver
 
-    judge = _JudgingResolver.resolve
+    judge = JudgingResolver.resolve
 
     async def resolve(self: Any, host: str, *args: Any, **options: Any) -> Any:
         if host != name:
             return await judge(self, host, *args, **options)
-        return await judge(_JudgingResolver(allow_private=True), host, *args, **options)
+        return await judge(JudgingResolver(allow_private=True), host, *args, **options)
 
     return resolve
 

@@ -1,0 +1,53 @@
+"""What benchmarks share in reporting: where a row comes from, files of rows, a progress bar on a terminal."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from transom import __version__
+from transom.commands.base import make_console
+
+
+def about(benchmark: str) -> dict[str, Any]:
+    """Return what every row starts with, so that it can be traced; no commit outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() if done.returncode == 0 else ""
+    except OSError:
+        commit = ""
+    return {
+        "benchmark": benchmark,
+        "commit": commit,
+        "transom": __version__,
+        "python": platform.python_version(),
+        "device": f"cpu {platform.machine()}",
+    }
+
+
+def append_rows(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append one JSON object a line."""
+    with Path(path).open("ab") as out:
+        out.writelines(orjson.dumps(row) + b"\n" for row in rows)
+
+
+@contextmanager
+def progress_bar(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[], None]]:
+    """Show progress on a terminal's stderr; yield what to call after each of `total` steps."""
+    console = make_console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
