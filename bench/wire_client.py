@@ -62,6 +62,7 @@ class Answer:
 
 
 def _unchunk(raw: bytes, marks: Sequence[tuple[int, int]]) -> tuple[bytes, list[tuple[int, int]]]:
+    """Take the framing out of a chunked body; a piece that ends inside a chunk keeps its mark."""
     ends = [end for end, _ in marks]
     pieces, found, size, at = [], [], 0, 0
     while True:
@@ -71,9 +72,12 @@ def _unchunk(raw: bytes, marks: Sequence[tuple[int, int]]) -> tuple[bytes, list[
             return b"".join(pieces), found
         at = line_end + 2
         pieces.append(raw[at : at + length])
+        for number in range(bisect_left(ends, at + 1), len(ends)):
+            end = min(ends[number], at + length)
+            found.append((size + end - at, marks[number][1]))
+            if end == at + length:
+                break
         size += length
-        came = marks[min(bisect_left(ends, at + length), len(marks) - 1)][1]
-        found.append((size, came))
         at += length + 2
 
 

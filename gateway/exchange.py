@@ -85,11 +85,12 @@ class Exchange:
             if until is not None and now >= until:
                 return False
             limit = self.deadline_s if until is None else min(until, self.deadline_s)
+            # A timer costs a fraction of asyncio.timeout, and this runs once a token of every stream.
+            timer = asyncio.get_running_loop().call_later(limit - now, self._wake.set)
             try:
-                async with asyncio.timeout(limit - now):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+                await self._wake.wait()
+            finally:
+                timer.cancel()
         return True
 
     def take(self) -> list[tuple[int, list[TokenChunk]]]:

@@ -81,6 +81,8 @@ class PromptBuilder:
 
     def _parts(self, ids: list[int], media: Sequence[MediaItem]) -> list[TextPart | MediaPart]:
         """Split at the pads. The markers around a pad go: the encoder sends the whole expansion."""
+        if not media and self._info.pads.keys().isdisjoint(ids):
+            return [TextPart(ids)] if ids else []
         parts: list[TextPart | MediaPart] = []
         run: list[int] = []
         placed = 0
