@@ -64,7 +64,9 @@ class Answer:
 def _unchunk(raw: bytes, marks: Sequence[tuple[int, int]]) -> tuple[bytes, list[tuple[int, int]]]:
     """Take the framing out of a chunked body; a piece that ends inside a chunk keeps its mark."""
     ends = [end for end, _ in marks]
-    pieces, found, size, at = [], [], 0, 0
+    pieces: list[bytes] = []
+    found: list[tuple[int, int]] = []
+    size = at = 0
     while True:
         line_end = raw.index(b"\r\n", at)
         length = int(raw[at:line_end].split(b";")[0], 16)
@@ -98,7 +100,7 @@ class Connection(asyncio.Protocol):
         """Connect to the server of a URL."""
         parts = urlsplit(url)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(cls, parts.hostname, parts.port)
+        _, connection = await loop.create_connection(cls, parts.hostname or "", parts.port or 80)
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -76,6 +76,7 @@ class KeptEncodings:
             "cache_bytes": stats.used_bytes,
             "cache_entries": stats.entries,
             "cache_evictions": stats.evictions,
+            "cache_leases": stats.leases,
         }
 
     async def fill(self, encoding: Encoding, dtype: Dtype, make: Callable[[], Awaitable[None]]) -> None:

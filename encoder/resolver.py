@@ -82,7 +82,7 @@ class DnsServers:
             if answer.done():
                 return
             if code is not None:
-                answer.set_exception(OSError(code, f"DNS: {pycares.errno.strerror(code)}"))
+                answer.set_exception(OSError(code, "DNS: " + _text(pycares.errno.strerror(code))))
             else:
                 answer.set_result(
                     [(socket.AddressFamily(node.family), _text(node.addr[0])) for node in result.nodes]

@@ -21,6 +21,7 @@ from transom.errors import (
     ErrorInfo,
     PayloadTooLargeError,
     RequestError,
+    StageLostError,
     TransomError,
 )
 from transom.gateway import playground
@@ -52,6 +53,9 @@ def error_response(info: ErrorInfo, request_id: str | None = None) -> web.Respon
         headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
     if info.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if info.code == StageLostError.code:
+        # What may have killed a worker must not reach the next one by a client that retries by itself.
+        headers["X-Should-Retry"] = "false"
     return json_response(info.to_openai(), status=info.status, headers=headers)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from transom.errors import StageLostError, TransomError, from_info
+from transom.errors import CancelledRequestError, StageLostError, TransomError, from_info
 from transom.gateway.fleet import StageName
 from transom.messages import Abort, EncodeDone, PromptStats, RequestFailed, TokenChunk
 
@@ -47,6 +47,10 @@ class LiveRequest:
     done: bool = False  # the engine has said its last word
     encode_done: dict[int, EncodeDone] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
+    # Asked when more output waits than that: hangs up on a client that doesn't read, if that is why.
+    unread_limit_bytes: int = 4 * 1024 * 1024
+    hang_up: Callable[[], bool] = lambda: False
+    _unread_bytes: int = 0
     _next_index: int = 0
     _parked: dict[int, TokenChunk] = field(default_factory=dict)
     _ordered: list[TokenChunk] = field(default_factory=list)
@@ -71,12 +75,17 @@ class LiveRequest:
         self.timings_ms.update(chunk.timings_ms)
         while (ready := self._parked.pop(self._next_index, None)) is not None:
             self._ordered.append(ready)
+            self._unread_bytes += _held_bytes(ready)
             self._next_index += len(ready.token_ids)
             if ready.finish_reason is not None:
                 self._finish()
                 break
             if not ready.token_ids:
                 break  # an empty chunk must not be waited for again
+        if self._unread_bytes > self.unread_limit_bytes and self.hang_up():
+            self._ordered.clear()
+            self._unread_bytes = 0
+            self.fail(CancelledRequestError("the client does not read its answer"))
         if self._next_index > 0:  # prefill has had all embeddings
             for work in self.encoders.values():
                 self._let_go(work)
@@ -120,6 +129,7 @@ class LiveRequest:
         """Return the new chunks in order; once they are all taken, raise the request's error."""
         if self._ordered:
             chunks, self._ordered = self._ordered, []
+            self._unread_bytes = 0
             return chunks
         if self.error is not None:
             raise self.error
@@ -149,6 +159,12 @@ class LiveRequest:
             send_abort(address, abort)
         for work in self.works():
             self._let_go(work)
+
+
+def _held_bytes(chunk: TokenChunk) -> int:
+    """Return about what a chunk takes of memory (CPython 3.11)."""
+    logprobs = sum(200 + 112 * len(one.top) for one in chunk.logprobs or ())
+    return 400 + 8 * len(chunk.token_ids) + logprobs
 
 
 class Routed(Protocol):

@@ -14,6 +14,12 @@ for _pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--disconnects", type=int, default=120, help="clients that go away in the process test (default 120)"
+    )
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the source tree."""

@@ -181,7 +181,7 @@ class Transport:
     async def start(self) -> str:
         """Bind the inbox; return the address that peers use."""
         # Not zmq.asyncio's: that spends more time on futures and events than a message takes to handle.
-        inbox = self._context.socket(zmq.ROUTER, socket_class=zmq.Socket)
+        inbox: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.ROUTER)
         inbox.setsockopt(zmq.ROUTER_HANDOVER, 1)
         inbox.setsockopt(zmq.MAXMSGSIZE, 4 * 1024**3)
         inbox.setsockopt(zmq.RCVHWM, 10_000)
@@ -197,7 +197,7 @@ class Transport:
             await self.close()
             raise UnavailableError(f"can't bind {self._bind}: {error.strerror}") from None
         self._inbox = inbox
-        asyncio.get_running_loop().add_reader(inbox.getsockopt(zmq.FD), self._inbox_changed, inbox)
+        asyncio.get_running_loop().add_reader(int(inbox.getsockopt(zmq.FD)), self._inbox_changed, inbox)
         bound = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         if not self.address:
             self.address = bound
@@ -334,7 +334,7 @@ class Transport:
         self._peers.clear()
         self._closing.clear()
         if self._inbox is not None:
-            asyncio.get_running_loop().remove_reader(self._inbox.getsockopt(zmq.FD))
+            asyncio.get_running_loop().remove_reader(int(self._inbox.getsockopt(zmq.FD)))
             self._inbox.close(linger=0)
             self._inbox = None
         if self._authenticator is not None:
