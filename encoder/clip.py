@@ -92,10 +92,12 @@ class Clip:
     async def _event(self, reader: asyncio.Task[None]) -> Any:
         """Return the next event of the reader, or None when it has ended."""
         getter = asyncio.ensure_future(self._events.get())
-        await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
-        if getter.done():
-            return getter.result()
-        getter.cancel()
+        try:
+            await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                return getter.result()
+        finally:
+            getter.cancel()  # also when this task is: nobody else would end it
         await asyncio.gather(getter, return_exceptions=True)
         return None if self._events.empty() else self._events.get_nowait()
 

@@ -53,6 +53,10 @@ class GatewayConfig(StageConfig):
     max_embedding_mb: int = setting(
         16, "embeddings of one item that /v1/media/embeddings gives out", ge=1, le=4096
     )
+    max_unread_kb: int = setting(
+        4096, "output of one choice that waits while its client reads nothing; more ends the stream",
+        ge=16, le=1_048_576,
+    )  # fmt: skip
     max_choices: int = setting(8, "choices (n) of one request", ge=1, le=128)
     max_inflight: int = setting(512, "choices in work at once; more wait or get 429", ge=1, le=1_000_000)
     max_queue_tokens: int = setting(

@@ -93,6 +93,12 @@ class Exchange:
                 timer.cancel()
         return True
 
+    def bound_unread(self, limit_bytes: int, hang_up: Callable[[], bool]) -> None:
+        """Call `hang_up` when more than that waits to be taken, per choice; True means that it did."""
+        for choice in self.choices:
+            choice.unread_limit_bytes = limit_bytes
+            choice.hang_up = hang_up
+
     def take(self) -> list[tuple[int, list[TokenChunk]]]:
         """Return the new chunks by choice; raise the error of a failed one."""
         try:

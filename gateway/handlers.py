@@ -283,6 +283,7 @@ class Handlers:
                 **limit_headers(request, self._quotas),
             },
         )
+        exchange.bound_unread(self._config.max_unread_kb * 1024, stream.hang_up)
         renderer = job.renderer
         try:
             while not all(output.ended() for output in job.outputs):

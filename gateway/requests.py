@@ -47,9 +47,9 @@ class LiveRequest:
     done: bool = False  # the engine has said its last word
     encode_done: dict[int, EncodeDone] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
-    # Asked when more output waits than that: hangs up on a client that doesn't read, if that is why.
-    unread_limit_bytes: int = 4 * 1024 * 1024
-    hang_up: Callable[[], bool] = lambda: False
+    # Called when more output waits than the limit; says whether a client that doesn't read was the reason.
+    unread_limit_bytes: int = 0
+    hang_up: Callable[[], bool] | None = None
     _unread_bytes: int = 0
     _next_index: int = 0
     _parked: dict[int, TokenChunk] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class LiveRequest:
                 break
             if not ready.token_ids:
                 break  # an empty chunk must not be waited for again
-        if self._unread_bytes > self.unread_limit_bytes and self.hang_up():
+        if self.hang_up is not None and self._unread_bytes > self.unread_limit_bytes and self.hang_up():
             self._ordered.clear()
             self._unread_bytes = 0
             self.fail(CancelledRequestError("the client does not read its answer"))

@@ -40,6 +40,7 @@ class EventStream:
         )
         self._last_write_s = time.monotonic()
         self.started = False
+        self._writing = False
 
     def idle_s(self) -> float:
         """Return how long to wait for news before a keep-alive is due."""
@@ -55,6 +56,12 @@ class EventStream:
         if data:
             await self._write(data)
 
+    def hang_up(self) -> bool:
+        """End the connection if a write waits for the client; False when none does."""
+        if self._writing and self._request.transport is not None:
+            self._request.transport.abort()
+        return self._writing
+
     async def finish(self) -> web.StreamResponse:
         """Write the end mark."""
         await self._write(_DONE)
@@ -63,6 +70,7 @@ class EventStream:
         return self._response
 
     async def _write(self, data: bytes) -> None:
+        self._writing = True
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 if not self.started:
@@ -75,4 +83,6 @@ class EventStream:
             raise CancelledRequestError(f"the client has not read for {self._write_timeout_s:g} s") from None
         except ConnectionError:
             raise CancelledRequestError("the client closed the connection") from None
+        finally:
+            self._writing = False
         self._last_write_s = time.monotonic()

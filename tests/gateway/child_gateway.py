@@ -45,10 +45,14 @@ class ChildFleet(ScriptedFleet):
                     return found
                 await asyncio.sleep(0.05)
 
-    async def ready(self) -> int:
-        """Return the status of GET /ready."""
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/ready") as response:
-            return response.status
+    async def until_ready_says(self, status: int) -> None:
+        """Return when GET /ready answers so."""
+        async with asyncio.timeout(20), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{self.url}/ready") as response:
+                    if response.status == status:
+                        return
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -75,8 +79,7 @@ async def child_fleet(
             assert fleet.process.stdout is not None
             line: dict[str, Any] = orjson.loads(await fleet.process.stdout.readline())
             fleet.url = line["http"]
-            while await fleet.ready() != 200:
-                await asyncio.sleep(0.02)
+        await fleet.until_ready_says(200)
         yield fleet
     finally:
         if fleet.process.returncode is None:

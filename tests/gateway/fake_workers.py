@@ -116,6 +116,7 @@ class Script:
     finish: str = "stop"
     chunk: int = 1
     hold: asyncio.Event | None = None
+    held: Callable[[PrefillJob], bool] = lambda job: True  # which answers the hold is for
     reorder: bool = False
     prefill_error: ErrorInfo | None = None
     encode_error: ErrorInfo | None = None
@@ -275,9 +276,9 @@ class ScriptedFleet:
             handoff = received.message
             if not isinstance(handoff, KVHandoff):
                 return
-            if self.script.hold is not None:
-                await self.script.hold.wait()
             job = self._jobs[handoff.request_id]
+            if self.script.hold is not None and self.script.held(job):
+                await self.script.hold.wait()
             ids = self.answer_ids(job)
             size = self.script.chunk
             chunks = [

@@ -87,7 +87,7 @@ async def outcomes(session: aiohttp.ClientSession, url: str) -> dict[str, float]
 
 
 async def test_disconnects_at_random_moments_leave_nothing(
-    base_url: str, request: pytest.FixtureRequest
+    pipeline: Any, base_url: str, request: pytest.FixtureRequest
 ) -> None:
     count: int = request.config.getoption("--disconnects")
     asked = await asyncio.to_thread(bodies)
@@ -124,3 +124,5 @@ async def test_disconnects_at_random_moments_leave_nothing(
         body = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
         async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
             assert response.status == 200
+    assert "Task was destroyed" not in pipeline.log(last=100_000)
+    assert " error " not in pipeline.log(last=100_000)
