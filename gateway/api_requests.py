@@ -216,7 +216,7 @@ class StreamOptions(Struct, kw_only=True):
     """Only together with `stream`."""
 
     include_usage: bool | None = False
-    continuous_usage_stats: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class ResponseFormat(Struct, kw_only=True):

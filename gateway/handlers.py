@@ -293,6 +293,10 @@ class Handlers:
                 events = []
                 for number, delta in self._news(job, exchange):
                     events += renderer.events(number, delta, job.outputs[number].finish_reason)
+                if job.generation.continuous_usage:
+                    so_far = self._usage(job, exchange)
+                    for event in events:
+                        event["usage"] = so_far
                 await stream.send(events)
             if job.generation.include_usage:
                 await stream.send([renderer.last_event(self._usage(job, exchange))])

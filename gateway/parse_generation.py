@@ -80,7 +80,7 @@ def parse_generation(
         n=body.integer("n", le=limits.max_choices),
         stop=_stop(body),
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        **_usage_options(body, stream),
         cache_salt=body.text("cache_salt"),
         priority=body.integer("priority"),
         timeout_s=body.number("timeout", le=limits.max_timeout_s),
@@ -158,15 +158,14 @@ def _stop(body: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(given))
 
 
-def _include_usage(body: Fields, stream: bool) -> bool:
+def _usage_options(body: Fields, stream: bool) -> dict[str, bool]:
     options = body.object("stream_options")
     if options is None:
-        return False
+        return {}
     if not stream:
         raise body.refuse("stream_options", "only allowed together with stream: true")
-    if options.flag("continuous_usage_stats"):
-        raise options.refuse("continuous_usage_stats", "this field is not supported")
-    return bool(options.flag("include_usage"))
+    wanted, continuous = bool(options.flag("include_usage")), bool(options.flag("continuous_usage_stats"))
+    return {"include_usage": wanted, "continuous_usage": wanted and continuous}
 
 
 def chat_logprobs(body: Fields) -> int | None:

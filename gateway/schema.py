@@ -51,6 +51,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # with each event, not only with the last
     cache_salt: str = ""
     priority: int = 0
     timeout_s: float | None = None

@@ -52,7 +52,10 @@ async def test_a_thousand_idle_streams_and_two_hundred_active_ones(tokenizer: To
 
             assert await active() == ANSWER
             before = await fleet.metrics()
-            idle = [await session.post(fleet.url + CHAT, json=body("later", priority=1)) for _ in range(IDLE)]
+            idle = []
+            for _ in range(IDLE // 50):
+                asking = (session.post(fleet.url + CHAT, json=body("later", priority=1)) for _ in range(50))
+                idle += await asyncio.gather(*asking)
             assert {response.status for response in idle} == {200}
             crowded = await fleet.metrics()
             assert crowded["transom_gateway_choices"] == IDLE
@@ -110,8 +113,8 @@ async def test_slow_readers_do_not_grow_memory(tokenizer: Tokenizer) -> None:
                 peak = max(peak, now["process_resident_memory_bytes"])
                 await asyncio.sleep(0.05)
         grown_bytes = peak - before["process_resident_memory_bytes"]
-        # 256 KiB of waiting output each, and what Python adds to it.
-        assert grown_bytes < slow * 2 * 1024 * 1024, f"{grown_bytes / slow:.0f} bytes for each slow reader"
+        # 256 KiB of waiting output each and what it takes to handle any; all of it would be 80 MiB.
+        assert grown_bytes < 40 * 1024 * 1024, f"{grown_bytes / slow:.0f} bytes for each slow reader"
         await fleet.until_idle()
         assert len(decode.aborted()) == slow
 
