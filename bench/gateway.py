@@ -24,8 +24,9 @@ from rich.table import Table
 
 from transom.bench.added_latency import MODES, Contestant, Figures, Load, run_rounds, until_served
 from transom.bench.mock_fleet import STAGES
+from transom.bench.origin import origin
 from transom.bench.processes import Child
-from transom.bench.report import about, append_rows, progress_bar
+from transom.bench.report import append_rows, progress_bar
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError, TransomError, UnavailableError
 
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     load = Load(
         args.rounds, args.requests, args.load_requests, args.concurrency, args.tokens, args.step_ms / 1000
     )
-    head = about("gateway") | asdict(load) | {"cores": os.cpu_count()}
+    head = origin("gateway") | asdict(load) | {"cores": os.cpu_count()}
     rows = [case.row() for case in measure(load, args.sglang_router_python, quiet=args.json)]
     if args.out:
         append_rows(args.out, [head | row for row in rows])

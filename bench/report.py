@@ -1,9 +1,7 @@
-"""What benchmarks share in reporting: where a row comes from, files of rows, a progress bar on a terminal."""
+"""Files of a benchmark's rows, and a progress bar on a terminal. Knows no benchmark."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,25 +9,7 @@ from typing import Any
 
 import orjson
 
-from transom import __version__
 from transom.commands.base import make_console
-
-
-def about(benchmark: str) -> dict[str, Any]:
-    """Return what every row starts with, so that it can be traced; no commit outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        commit = done.stdout.strip() if done.returncode == 0 else ""
-    except OSError:
-        commit = ""
-    return {
-        "benchmark": benchmark,
-        "commit": commit,
-        "transom": __version__,
-        "python": platform.python_version(),
-        "device": f"cpu {platform.machine()}",
-    }
 
 
 def append_rows(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
