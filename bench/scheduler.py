@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         times = (f"{row[f'ttft_{name}_s']:,.2f}" for name in ("p50", "p90", "max"))
         table.add_row(row["policy"], row["prompts"], f"{row['count']:,}", *times)
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    if "host_share" in rows[0]:
+        console.print(f"scheduling, page tables and cache: {rows[0]['host_share']:.1%} of a step's time")
     return 0
 
 
@@ -107,17 +110,21 @@ def _row(source: str, policy: str, prompts: str, times_s: Sequence[float]) -> di
 
 def _live(args: argparse.Namespace) -> list[dict[str, Any]]:
     times: dict[tuple[str, str], list[float]] = {}
+    host_shares = []
     for repeat in range(args.repeats):
         for policy in args.policies:  # interleaved, as a shared machine drifts
             order = make_order(policy, args.credit or 2000)
-            for kind, ttft_s in _run_nano(order, args.long, args.shorts, seed=repeat):
+            found, host_share = _run_nano(order, args.long, args.shorts, seed=repeat)
+            host_shares.append(host_share)
+            for kind, ttft_s in found:
                 times.setdefault((policy, kind), []).append(ttft_s)
     source = f"{NANO_NAME}'s engine on one CPU thread"
-    return [_row(source, policy, kind, found) for (policy, kind), found in sorted(times.items())]
+    host = {"host_share": round(statistics.median(host_shares), 4)}  # of a step, outside of the model
+    return [_row(source, policy, kind, found) | host for (policy, kind), found in sorted(times.items())]
 
 
-def _run_nano(order: Order, long_len: int, shorts: int, seed: int) -> Iterator[tuple[str, float]]:
-    """Serve one long prompt and the short ones that arrive behind it; yield (kind, TTFT) of each."""
+def _run_nano(order: Order, long_len: int, shorts: int, seed: int) -> tuple[list[tuple[str, float]], float]:
+    """Serve a long prompt and short ones behind it; return (kind, TTFT) of each and the host's share."""
     # Late: help must not wait for torch.
     import torch
 
@@ -170,8 +177,9 @@ def _run_nano(order: Order, long_len: int, shorts: int, seed: int) -> Iterator[t
             request.hands_off = True
             engine.submit(Start(request))
         engine.step(wait_s=0.01)
-    for number, (kind, at, _) in enumerate(prompts):
-        yield kind, first_s[str(number)] - begin - at
+    load = engine.load()
+    ttfts = [(kind, first_s[str(n)] - begin - at) for n, (kind, at, _) in enumerate(prompts)]
+    return ttfts, 1 - load["model_seconds"] / load["step_seconds"]
 
 
 # A simulated worker.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from transom.llm import prefix_cache
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.policies import POLICIES
 from transom.llm.request import Drop, Extend, Start, TokenEvent
 
 Make = Callable[..., Any]
@@ -410,7 +411,9 @@ class Traffic:
                 self.step()
 
 
-@given(actions, st.integers(24, 60), st.integers(8, 24), st.sampled_from([5, 16, 64]))
+@given(
+    actions, st.integers(24, 60), st.integers(8, 24), st.sampled_from([5, 16, 64]), st.sampled_from(POLICIES)
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_traffic_over_a_tiny_pool(
     model: MiMoV2ForCausalLM,
@@ -420,9 +423,12 @@ def test_random_traffic_over_a_tiny_pool(
     full: int,
     swa: int,
     chunk: int,
+    policy: str,
 ) -> None:
     """B075: every token is right, and at every step each page has one owner and no live window is lost."""
-    harness = make_harness(model, full=full, swa=swa, batch_tokens=chunk, context_len=90, cached=True)
+    harness = make_harness(
+        model, full=full, swa=swa, batch_tokens=chunk, context_len=90, cached=True, policy=policy
+    )
     traffic = Traffic(harness)
     for step in steps:
         traffic.do(*step)
