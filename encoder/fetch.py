@@ -148,8 +148,8 @@ class _Body:
         if self._inflate is not None:
             try:
                 chunk = self._inflate.decompress(chunk, self._max_bytes - len(self.data) + 1)
-            except zlib.error as error:
-                raise MediaError(f"the URL's content is badly compressed: {error}") from None
+            except zlib.error:
+                raise MediaError("the URL's content is badly compressed") from None
         self.data += chunk
         if len(self.data) > self._max_bytes:
             raise MediaError(f"media at the URL is larger than {self._max_bytes} bytes, the limit")
@@ -218,10 +218,9 @@ class Fetcher:
                 refused = _cause(error, RefusedAddressError)
                 if refused is not None:
                     raise MediaError(f"URL host is not a public address: {refused}") from None
-                reason = str(error) or type(error).__name__
-                raise MediaError(f"download of the URL failed: {reason[:200]}") from None
-            except (OSError, ValueError) as error:
-                raise MediaError(f"download of the URL failed: {str(error)[:200]}") from None
+                raise MediaError(f"download of the URL failed: {_reason(error)}") from None
+            except (OSError, ValueError):
+                raise MediaError("download of the URL failed: no connection to its server") from None
 
     async def _follow(self, url: str) -> bytearray:
         assert self._session is not None
@@ -247,6 +246,23 @@ class Fetcher:
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             body.add(chunk)
         return body.finish()
+
+
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (aiohttp.ClientConnectorDNSError, "the name of its host is not known"),
+    (aiohttp.ClientConnectorCertificateError, "the certificate of its server is not valid"),
+    (aiohttp.ClientSSLError, "no secure connection to its server"),
+    (aiohttp.ServerDisconnectedError, "its server closed the connection without an answer"),
+    (aiohttp.ClientConnectionError, "no connection to its server"),
+    (aiohttp.ClientPayloadError, "the content is cut off"),
+    (aiohttp.InvalidURL, "it is malformed"),
+)
+
+
+def _reason(error: aiohttp.ClientError) -> str:
+    """Return what went wrong in words of our own: the library's name addresses and ports."""
+    known = (words for kind, words in _REASONS if isinstance(error, kind))
+    return next(known, "its server's answer is not HTTP")
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:

@@ -22,13 +22,13 @@ from transom.errors import CancelledRequestError, NotFoundError, TransomError, U
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed, total_tokens
+from transom.gateway.http_body import read_body
 from transom.gateway.http_edge import (
     api_key,
     cors_headers,
     error_response,
     json_response,
     limit_headers,
-    read_body,
 )
 from transom.gateway.media_embeddings import MediaEmbeddings
 from transom.gateway.metrics import Endpoint, GatewayMetrics
@@ -366,7 +366,7 @@ class Handlers:
             logprobs=generation.sampling.top_logprobs is not None,
             echoes=echoes,
         )
-        plans, prompt_of = self._plans(generation, prompts)
+        plans, prompt_of = self._plans(generation, prompts, "prompt")
         outputs = [ChoiceOutput(self._model.tokenizer, stop=generation.stop) for _ in plans]
         return Job("completion", head, generation, plans, outputs, renderer, (), prompt_of, timeline)
 
@@ -381,7 +381,7 @@ class Handlers:
             include_usage=generation.include_usage,
             logprobs=generation.sampling.top_logprobs is not None,
         )
-        plans, prompt_of = self._plans(generation, prompts)
+        plans, prompt_of = self._plans(generation, prompts, "messages")
         outputs = [
             chat_output(self._model.tokenizer, request, ReasoningParser(inside=plan.prompt.inside_reasoning),
                         plan.prompt.forced)
@@ -390,10 +390,12 @@ class Handlers:
         attachments = [Attachment(item, item.routing_key()) for item in request.media]
         return Job("chat", head, generation, plans, outputs, renderer, attachments, prompt_of, timeline)
 
-    def _plans(self, generation: Generation, prompts: list[Prompt]) -> tuple[list[Plan], list[int]]:
+    def _plans(
+        self, generation: Generation, prompts: list[Prompt], param: str
+    ) -> tuple[list[Plan], list[int]]:
         plans, prompt_of = [], []
         for number, prompt in enumerate(prompts):
-            limit = fit_context(prompt, generation, self._model.max_context)
+            limit = fit_context(prompt, generation, self._model.max_context, param)
             sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit)
             for choice in range(generation.n):
                 plans.append(Plan(prompt, spread_seed(sampling, choice)))

@@ -1,11 +1,10 @@
-"""HTTP manners of the gateway: limits of bodies and keys, CORS, and every error in OpenAI's shape.
+"""HTTP manners of the gateway: keys and their limits, CORS, and every error in OpenAI's shape.
 
 Knows nothing of what the endpoints do.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -14,19 +13,17 @@ from typing import Any
 
 import orjson
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from transom.errors import (
     CancelledRequestError,
     ErrorInfo,
-    PayloadTooLargeError,
-    RequestError,
     StageLostError,
     TransomError,
 )
 from transom.gateway import playground
 from transom.gateway.api_keys import ApiKey, ApiKeys
 from transom.gateway.endpoints import ENDPOINTS
+from transom.gateway.http_body import ENCODINGS
 from transom.gateway.quota import LIMIT_HEADERS, Quotas
 
 logger = logging.getLogger(__name__)
@@ -56,52 +53,9 @@ def error_response(info: ErrorInfo, request_id: str | None = None) -> web.Respon
     if info.code == StageLostError.code:
         # What may have killed a worker must not reach the next one by a client that retries by itself.
         headers["X-Should-Retry"] = "false"
+    if info.status == 415:
+        headers["Accept-Encoding"] = ", ".join(ENCODINGS)
     return json_response(info.to_openai(), status=info.status, headers=headers)
-
-
-class UnsupportedMediaTypeError(RequestError):
-    """A body that is not declared as JSON: a web page can send one across origins without asking."""
-
-    status = 415
-    code = "unsupported_media_type"
-
-
-class BodyTimeoutError(RequestError):
-    """The client took too long to send its body."""
-
-    status = 408
-    code = "body_timeout"
-
-
-async def read_body(
-    request: web.Request, *, limit_bytes: int, timeout_s: float, grow: Callable[[int], None]
-) -> bytes:
-    """Return the body of a JSON request; refuse by its declared length before reading any of it.
-
-    `grow` is told the size of each piece and may refuse it.
-    """
-    if request.content_type != "application/json":
-        raise UnsupportedMediaTypeError(
-            f"content type {request.content_type[:100]!r}, application/json is needed"
-        )
-    declared = request.content_length
-    if declared is not None and declared > limit_bytes:
-        raise PayloadTooLargeError(f"body of {declared} bytes, at most {limit_bytes} are allowed")
-    pieces: list[bytes] = []
-    size_bytes = 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for piece in request.content.iter_any():
-                size_bytes += len(piece)
-                if size_bytes > limit_bytes:
-                    raise PayloadTooLargeError(f"body of more than {limit_bytes} bytes, the limit")
-                grow(len(piece))
-                pieces.append(piece)
-    except TimeoutError:
-        raise BodyTimeoutError(f"the body was not complete after {timeout_s:g} s") from None
-    except (web.RequestPayloadError, HttpProcessingError):
-        raise RequestError("the body is not what its Content-Encoding or Transfer-Encoding says") from None
-    return b"".join(pieces)
 
 
 def api_key() -> ApiKey:

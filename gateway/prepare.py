@@ -90,10 +90,11 @@ class Model:
         return fields.text("model"), self.tokenizer.decode(ids, skip_special=False)
 
 
-def fit_context(prompt: Prompt, generation: Generation, max_context: int) -> int:
+def fit_context(prompt: Prompt, generation: Generation, max_context: int, param: str) -> int:
     """Return the output limit that fits; raise ContextLengthError when what the client asked for can't.
 
-    Counts the text only: what media items take is known to the prefill worker first.
+    `param` is the field of the prompt. Counts the text only: what media items take is known to the
+    prefill worker first.
     """
     wanted = generation.sampling.max_tokens
     room = max_context - prompt.text_tokens
@@ -101,7 +102,7 @@ def fit_context(prompt: Prompt, generation: Generation, max_context: int) -> int
         asked = f" and max_tokens {wanted}" if generation.max_tokens_given else ""
         raise ContextLengthError(
             f"the model's context is {max_context} tokens; the prompt's text has {prompt.text_tokens}{asked}",
-            param="max_tokens" if room > 0 else "messages",
+            param="max_tokens" if room > 0 else param,
         )
     return min(wanted, room)
 

@@ -63,7 +63,7 @@ class PromptBuilder:
     def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Return the prompt of a plain completion, which may spell control tokens except media's."""
         if isinstance(prompt, str):
-            refuse_long(self._tokenizer, prompt, self._max_context)
+            refuse_long(self._tokenizer, prompt, self._max_context, param="prompt")
             ids = self._tokenizer.encode(prompt)
         else:
             ids = list(prompt)

@@ -17,7 +17,7 @@ from transom.tokenizer import Tokenizer
 _PROBE_CHARS_PER_TOKEN = 2
 
 
-def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0) -> None:
+def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0, param: str = "messages") -> None:
     """Raise ContextLengthError when growing prefixes of a long text have more than `limit - used` tokens.
 
     Tokenising is slow enough that a text far beyond the context must not be tokenised whole. The prefixes
@@ -26,14 +26,12 @@ def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0) -> N
     size = max(limit - used, 1024) * _PROBE_CHARS_PER_TOKEN
     while size < len(text):
         if len(tokenizer.encode(text[:size], special=False)) > limit - used + 1:
-            raise _too_long(limit)
+            raise _too_long(limit, param)
         size *= 4
 
 
-def _too_long(limit: int) -> ContextLengthError:
-    return ContextLengthError(
-        f"the prompt's text has more than {limit} tokens, the context", param="messages"
-    )
+def _too_long(limit: int, param: str = "messages") -> ContextLengthError:
+    return ContextLengthError(f"the prompt's text has more than {limit} tokens, the context", param=param)
 
 
 class Shield:

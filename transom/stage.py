@@ -210,7 +210,10 @@ class StageRunner:
                 *self.stage.routes(),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        # Whoever reads a body decodes it: the server's own errors are plain text.
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True, auto_decompress=False
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self.config.http_host, self.config.http_port).start()

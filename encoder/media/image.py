@@ -17,7 +17,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from transom.encoder.media.sniff import describe
+from transom.encoder.media.sniff import describe_unreadable_picture
 from transom.encoder.media.wire import ImageJob
 from transom.errors import MediaError
 from transom.kernels.smart_resize import UnusableSizeError, smart_resize
@@ -91,7 +91,7 @@ def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
             except UnidentifiedImageError:
                 raise MediaError(
-                    f"image format is not supported: the bytes look like {describe(data)}"
+                    f"image format is not supported: the bytes look like {describe_unreadable_picture(data)}"
                 ) from None
             return _decode(image, data, job)
 

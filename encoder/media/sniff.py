@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 _HEAD_BYTES = 512
+_PICTURES = ("a JPEG picture", "a PNG picture", "a GIF picture", "a WebP picture")
+
+
+def describe_unreadable_picture(data: memoryview) -> str:
+    """Return the same for bytes that no picture could be read from: then pictures are damaged."""
+    found = describe(data)
+    return f"a damaged {found[2:].removesuffix(' picture')}" if found in _PICTURES else found
 
 
 def describe(data: memoryview) -> str:
@@ -25,9 +32,9 @@ def describe(data: memoryview) -> str:
             "HEIC" if brand in ("heic", "heix", "mif1", "msf1", "hevc") else f"an MP4 family file ({brand!r})"
         )
     for magic, name in (
-        (b"\xff\xd8", "a damaged JPEG"),
-        (b"\x89PNG", "a damaged PNG"),
-        (b"GIF8", "a damaged GIF"),
+        (b"\xff\xd8", "a JPEG picture"),
+        (b"\x89PNG", "a PNG picture"),
+        (b"GIF8", "a GIF picture"),
         (b"8BPS", "a Photoshop file"),
         (b"\x1aE\xdf\xa3", "Matroska or WebM"),
         (b"OggS", "Ogg"),
@@ -40,7 +47,7 @@ def describe(data: memoryview) -> str:
         if head.startswith(magic):
             return name
     if head.startswith(b"RIFF"):
-        return {b"WEBP": "a damaged WebP", b"WAVE": "a WAV sound", b"AVI ": "an AVI video"}.get(
+        return {b"WEBP": "a WebP picture", b"WAVE": "a WAV sound", b"AVI ": "an AVI video"}.get(
             head[8:12], "a RIFF file"
         )
     printable = sum(32 <= byte < 127 or byte in (9, 10, 13) for byte in head)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from transom import errors
-from transom.gateway import http_edge
+from transom.gateway import http_body
 from transom.gateway.config import GatewayConfig
 from transom.gateway.media import MEDIA_PARTS
 from transom.gateway.parse_generation import UNSUPPORTED
@@ -44,7 +44,7 @@ def test_every_field_that_is_read_or_refused_is_described(repository: Path) -> N
 
 def test_every_error_is_described(repository: Path) -> None:
     page = (repository / "docs" / "api.md").read_text()
-    for module in (errors, http_edge):
+    for module in (errors, http_body):
         for kind in vars(module).values():
             if not isinstance(kind, type) or not issubclass(kind, errors.TransomError):
                 continue

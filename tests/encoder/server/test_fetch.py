@@ -337,7 +337,7 @@ async def test_a_closed_port_and_a_dead_name_are_told(monkeypatch: pytest.Monkey
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
-    with pytest.raises(MediaError, match="Name or service not known"):
+    with pytest.raises(MediaError, match="the name of its host is not known"):
         await fetched("http://nowhere.example/a")
 
 
@@ -354,3 +354,39 @@ async def test_slow_hosts_do_not_wait_for_each_other(origin: Origin) -> None:
     bodies = await asyncio.gather(*(fetcher.fetch(f"{origin.base}/{n}") for n in range(4)))
     await fetcher.close()
     assert [bytes(body) for body in bodies] == [BODY] * 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"SSH-2.0-OpenSSH_9\r\n", "its server's answer is not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", "the content is cut off"),
+    ],
+)
+async def test_what_went_wrong_is_said_without_the_librarys_words(answer: bytes, said: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        with pytest.raises(MediaError) as caught:
+            await fetched(f"http://127.0.0.1:{port}/a.png")
+    assert said in caught.value.message
+    assert str(port) not in caught.value.message
+    with pytest.raises(MediaError) as refused:
+        await fetched(f"http://127.0.0.1:{port}/a.png")  # nobody listens there any more
+    assert refused.value.message == "download of the URL failed: no connection to its server"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://xn--\u00fc.example/", "http://a\u00df\u0000.example/", "http://[::zz]/"]
+)
+def test_a_host_that_is_none_is_refused_in_our_words(url: str) -> None:
+    with pytest.raises(MediaError) as caught:
+        check_url(url, PUBLIC)
+    assert not any(word in caught.value.message.lower() for word in ("codepoint", "idna", "label", "ipv6"))
