@@ -33,7 +33,7 @@ class EncoderConfig(StageConfig):
     batch_patches: int = setting(16384, "patches in one vision forward", ge=1, le=10_000_000)
     batch_mel_frames: int = setting(24000, "mel frames in one audio forward", ge=1, le=10_000_000)
     max_wait_ms: float = setting(4.0, "longest wait for more items while arrivals are dense", ge=0, le=1000)
-    unit_window: int = setting(8, "video units of an item between decoder and forward", ge=2, le=1024)
+    unit_window: int = setting(8, "video units that one decode job takes", ge=1, le=1024)
 
     max_queued_items: int = setting(1024, "items in the process; more are answered 429", ge=1, le=1_000_000)
     max_queued_mb: int = setting(1024, "bytes of media waiting or in work; more are 429", ge=1, le=1_000_000)

@@ -28,7 +28,11 @@ _MAX_BACKOFF_S = 5.0
 _LONG_SOUND_BYTES = 4 * 1024 * 1024
 
 
-class _Worker:
+class WorkerEndedError(TransomError):
+    """A decode worker was ended from outside, with its item in the middle."""
+
+
+class Worker:
     """One worker process and its socket. `parts` ends with None when the process is gone."""
 
     def __init__(self, memory_mb: int) -> None:
@@ -44,6 +48,7 @@ class _Worker:
         self.sock.setblocking(False)
         self.parts: asyncio.Queue[tuple[wire.Reply, int | None] | None] = asyncio.Queue()
         self.killed_for: str | None = None
+        self.awaited: deque[asyncio.Future[Worker]] = deque()  # by who wants this one and no other
         asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
 
     def _readable(self) -> None:
@@ -81,20 +86,22 @@ class _Worker:
 
 
 class DecodePool:
-    """Hands jobs to workers in order of arrival; long jobs never take the last worker."""
+    """Hands jobs to workers in order of arrival; sounds and clips never take the last worker."""
 
     def __init__(self, *, workers: int, timeout_s: float, memory_mb: int) -> None:
         self._count = workers
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
-        self._idle: deque[_Worker] = deque()
-        self._waiters: deque[asyncio.Future[_Worker]] = deque()
-        self._all: set[_Worker] = set()
+        self._idle: deque[Worker] = deque()
+        self._waiters: deque[asyncio.Future[Worker]] = deque()
+        self._all: set[Worker] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._long = asyncio.Semaphore(max(1, workers - 1))
+        self.long_jobs = max(1, workers - 1)  # sounds and clips at a time
+        self._long = asyncio.Semaphore(self.long_jobs)
         self._closed = False
         self._backoff_s = 0.0
         self.crashes = 0
+        self.jobs = 0
 
     async def start(self) -> None:
         """Start all workers; return when the first is ready. Raise UnavailableError when none gets so."""
@@ -116,17 +123,17 @@ class DecodePool:
         return len(self._all) - len(self._idle)
 
     def _spawn(self) -> None:
-        worker = _Worker(self._memory_mb)
+        worker = Worker(self._memory_mb)
         self._all.add(worker)
         self._settle(worker, _START_TIMEOUT_S)
 
-    def _settle(self, worker: _Worker, timeout_s: float) -> None:
+    def _settle(self, worker: Worker, timeout_s: float) -> None:
         """Take the worker back once it says that it is done, or replace it."""
         task = asyncio.create_task(self._until_done(worker, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _until_done(self, worker: _Worker, timeout_s: float) -> None:
+    async def _until_done(self, worker: Worker, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 while (part := await worker.parts.get()) is not None:
@@ -145,9 +152,11 @@ class DecodePool:
         self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s + 0.1)
         await self._replace(worker)
 
-    async def _replace(self, worker: _Worker) -> int:
+    async def _replace(self, worker: Worker) -> int:
         """Bury a worker and start another in its place; return the exit code."""
         self._all.discard(worker)
+        while worker.awaited:
+            self._waiters.appendleft(worker.awaited.pop())
         code = await worker.reap()
         if not self._closed:
             logger.warning("decode worker %d ended with %d and is replaced", worker.process.pid, code)
@@ -155,19 +164,25 @@ class DecodePool:
             self._spawn()
         return code
 
-    def _free(self, worker: _Worker) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(worker)
-                return
+    def _free(self, worker: Worker) -> None:
+        for waiters in (worker.awaited, self._waiters):
+            while waiters:
+                waiter = waiters.popleft()
+                if not waiter.done():
+                    waiter.set_result(worker)
+                    return
         self._idle.append(worker)
 
-    async def _wait(self) -> _Worker:
-        if self._idle:
+    async def _wait(self, near: Worker | None = None, *, insist: bool = False) -> Worker:
+        """Take a worker: `near` if it is idle or, while it lives, if one insists."""
+        if near in self._idle:
+            self._idle.remove(near)
+            return near
+        insist = insist and near in self._all
+        if self._idle and not insist:
             return self._idle.popleft()
-        waiter: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        waiter: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        (near.awaited if near is not None and insist else self._waiters).append(waiter)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -175,11 +190,21 @@ class DecodePool:
                 self._free(waiter.result())
             raise
 
-    def decode(self, job: wire.Job, file: wire.MemoryFile) -> Decoding:
-        """Return an async context manager that iterates over what the job gives."""
-        return Decoding(
-            self, job, file, self._timeout_s, None if isinstance(job, wire.ImageJob) else self._long
-        )
+    def decode(
+        self, job: wire.Job, file: wire.MemoryFile, *, near: Worker | None = None, insist: bool = False
+    ) -> Decoding:
+        """Return an async context manager that iterates over what the job gives.
+
+        `near` is a worker that would have less to do than others; with `insist` it is waited for.
+        """
+        gate = None if isinstance(job, wire.ImageJob) else self._long
+        return Decoding(self, job, file, self._timeout_s, gate, near, insist)
+
+    def forget(self, clip: int) -> None:
+        """Tell all workers that a clip is over."""
+        for worker in self._all:
+            with contextlib.suppress(OSError):
+                wire.send(worker.sock, wire.Forget(clip))
 
     async def close(self) -> None:
         """End all workers."""
@@ -199,8 +224,9 @@ class Decoding:
     """One job on a worker: `async with pool.decode(...) as parts: async for reply, fd in parts`.
 
     Yields data parts with their descriptor (the caller's to close) and heads; ends after Finished,
-    whose notes stay in `notes`. Raises MediaError when the item is at fault. A worker that was ended
-    from outside before it gave anything is replaced by another once.
+    whose notes stay in `notes`. Raises MediaError when the item is at fault, WorkerEndedError when the
+    worker was ended from outside; one that gave nothing yet is replaced by another once. `worker` is
+    who did it.
     """
 
     def __init__(
@@ -210,13 +236,18 @@ class Decoding:
         file: wire.MemoryFile,
         timeout_s: float,
         gate: asyncio.Semaphore | None,
+        near: Worker | None,
+        insist: bool,
     ) -> None:
         self._pool = pool
         self._job = job
         self._file = file
         self._timeout_s = timeout_s
         self._gate = gate
-        self._worker: _Worker | None = None
+        self._near = near
+        self._insist = insist
+        self._worker: Worker | None = None
+        self.worker: Worker | None = None
         self._given = False
         self._retried = False
         self.notes: tuple[str, ...] = ()
@@ -234,13 +265,14 @@ class Decoding:
 
     async def _begin(self) -> None:
         while True:
-            worker = await self._pool._wait()
+            worker = await self._pool._wait(self._near, insist=self._insist)
             try:
                 wire.send(worker.sock, self._job, self._file.fd)
             except OSError:  # it died while idle
                 await self._pool._replace(worker)
                 continue
-            self._worker = worker
+            self._worker = self.worker = worker
+            self._pool.jobs += 1
             return
 
     async def __aexit__(
@@ -285,7 +317,7 @@ class Decoding:
                     wire.send(worker.sock, wire.Ack())
             return reply, fd
 
-    async def _died(self, worker: _Worker) -> None:
+    async def _died(self, worker: Worker) -> None:
         self._worker = None
         timed_out = worker.killed_for == "timeout"
         code = await self._pool._replace(worker)
@@ -294,6 +326,6 @@ class Decoding:
         if -code in _CRASHES:
             raise MediaError(f"the decoder crashed on this item ({signal.Signals(-code).name})")
         if self._given or self._retried:
-            raise TransomError("the process that decoded this item was ended from outside")
+            raise WorkerEndedError("the process that decoded this item was ended from outside")
         self._retried = True
         await self._begin()

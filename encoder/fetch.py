@@ -19,6 +19,7 @@ import aiohttp
 from yarl import URL
 
 from transom.encoder.config import EncoderConfig
+from transom.encoder.known_urls import Validator
 from transom.encoder.local_files import LocalFiles, is_file_url
 from transom.encoder.resolver import JudgingResolver, RefusedAddressError, is_public
 from transom.errors import MediaError
@@ -160,6 +161,14 @@ class _Body:
         return self.data
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a URL gave, and how to ask next time whether it changed."""
+
+    data: bytearray
+    validator: Validator | None
+
+
 class Fetcher:
     """Downloads under limits. All methods run on the loop that called `start`."""
 
@@ -195,14 +204,17 @@ class Fetcher:
             await self._session.close()
             await self._resolver.close()
 
-    async def fetch(self, url: str) -> bytearray:
-        """Return the bytes at a URL; raise MediaError that says what forbade or ended it."""
+    async def fetch(self, url: str, known: Validator | None = None) -> Fetched | None:
+        """Return the bytes at a URL; None when its server says that they are still what `known` names.
+
+        Raise MediaError that says what forbade or ended it.
+        """
         async with self._slots:
             if is_file_url(url):
-                return await asyncio.to_thread(self._files.read, url)
+                return Fetched(await asyncio.to_thread(self._files.read, url), None)
             try:
                 async with asyncio.timeout(self.limits.total_s):
-                    return await self._follow(url)
+                    return await self._follow(url, known)
             except aiohttp.SocketTimeoutError as error:
                 limit = (
                     f"no connection within {self.limits.connect_s:g} s"
@@ -222,13 +234,16 @@ class Fetcher:
             except (OSError, ValueError):
                 raise MediaError("download of the URL failed: no connection to its server") from None
 
-    async def _follow(self, url: str) -> bytearray:
+    async def _follow(self, url: str, known: Validator | None) -> Fetched | None:
         assert self._session is not None
         for _ in range(self.limits.max_redirects + 1):
             check_url(url, self.limits)
-            async with self._session.get(URL(url), allow_redirects=False) as response:
+            condition = known.headers(url) if known is not None else {}
+            async with self._session.get(URL(url), headers=condition, allow_redirects=False) as response:
+                if response.status == 304 and condition:
+                    return None
                 if response.status not in _REDIRECTS:
-                    return await self._read(response)
+                    return Fetched(await self._read(response), Validator.of(url, response.headers))
                 location = response.headers.get("Location")
                 if not location:
                     raise MediaError(f"the URL's server answered {response.status} without a Location")

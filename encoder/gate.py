@@ -1,4 +1,4 @@
-"""A bound on a sum of costs that are held at a time, and a clock for an item's stages.
+"""What tasks of one item wait with: a bound on a sum of costs, a signal; and a clock for its stages.
 
 Encoder process, event loop. Knows nothing of what is paid for.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from transom.encoder.spans import ItemSpans
 
@@ -23,6 +25,41 @@ class StageClock:
         now = time.monotonic()
         self.spans.add(what, since, now)
         return now
+
+
+class Signal:
+    """Wakes all who wait for something to change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        """Wake them."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return after the next change."""
+        await self._event.wait()
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        """Return once something is true; it is asked after every change."""
+        while not is_true():
+            await self.wait()
+
+
+async def all_or_none(*work: Coroutine[Any, Any, None]) -> None:
+    """Run side by side to the end; the first error ends the others and is raised."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class CostGate:

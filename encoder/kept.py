@@ -105,6 +105,10 @@ class KeptEncodings:
         found = await asyncio.to_thread(self._cache.begin, encoding.key)
         return None if isinstance(found, Busy) else found
 
+    async def look_up(self, key: str) -> Lease | None:
+        """Return the entry of a key if there is one; nothing is claimed."""
+        return await asyncio.to_thread(self._cache.get, key) if self._cache is not None else None
+
     async def replay(self, encoding: Encoding, lease: Lease) -> None:
         """Publish all chunks of an entry as the encoding's. Ends the lease; the chunks hold its bytes."""
         encoding.cache_hit = True

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Keys of an item's timings that become series.
 STAGES = ("queue", "fetch", "decode", "preprocess", "batch", "forward", "send", "total")
+SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class EncoderMetrics:
@@ -50,9 +51,30 @@ class EncoderMetrics:
             registry=None,
         )
 
+        self.fetches = Counter(
+            "transom_encoder_fetches", "Requests for URLs by outcome.", ["outcome"], registry=None
+        )
+        self.video_units = Counter(
+            "transom_encoder_video_units", "Units of videos that were decoded.", registry=None
+        )
+        self.first_chunk_share = Histogram(
+            "transom_encoder_first_chunk_decoded_ratio",
+            "Share of a video that was decoded when its first embeddings left.",
+            buckets=SHARE_BUCKETS,
+            registry=None,
+        )
+
     def collectors(self) -> tuple[Collector, ...]:
         """Return all of them."""
-        return (self.items, self.stage_seconds, self.batch_pieces, self.forward_seconds)
+        return (
+            self.items,
+            self.stage_seconds,
+            self.batch_pieces,
+            self.forward_seconds,
+            self.fetches,
+            self.video_units,
+            self.first_chunk_share,
+        )
 
     def served(self, modality: Modality, timings_ms: Mapping[str, float], *, is_hit: bool) -> None:
         """Count an item that was sent whole."""
@@ -65,6 +87,10 @@ class EncoderMetrics:
         """Count an item that failed: by the client's fault, by overload, or by ours."""
         outcome = "overloaded" if status == 429 else "refused" if 400 <= status < 500 else "failed"
         self.items.labels(modality, outcome).inc()
+
+    def first_chunk(self, decoded_share: float) -> None:
+        """Count a video whose first embeddings leave."""
+        self.first_chunk_share.observe(decoded_share)
 
     def batch(self, lane: str, pieces: int, seconds: float) -> None:
         """Count one forward."""

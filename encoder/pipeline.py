@@ -19,6 +19,7 @@ from transom.encoder.encoding import Chunk, Encoding, Rows
 from transom.encoder.expand import Expander
 from transom.encoder.gate import CostGate, StageClock
 from transom.encoder.media import wire
+from transom.encoder.metrics import EncoderMetrics
 from transom.encoder.models.config import AudioConfig, ProcessorConfig
 from transom.encoder.ranks import wire as wire_to_ranks
 from transom.encoder.ranks.pool import Ranks
@@ -58,6 +59,7 @@ class Pipeline:
         expander: Expander,
         processor: ProcessorConfig,
         audio: AudioConfig,
+        metrics: EncoderMetrics,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -65,6 +67,9 @@ class Pipeline:
         self.expander = expander
         self._processor = processor
         self.audio = audio
+        self.metrics = metrics
+        # Clips share the decode workers slice by slice; more of them at once would only all be late.
+        self._clips = asyncio.Semaphore(max(2, config.decode_workers))
         # Bounds the pictures between a decoder and their place in a rank's queue.
         self._decoded = asyncio.Semaphore(2 * config.decode_workers + 2)
         self._patch_bytes = 4 * 3 * processor.temporal_patch_size * processor.patch_size**2
@@ -87,7 +92,8 @@ class Pipeline:
             elif encoding.modality == "audio":
                 await self._sound(encoding, file)
             else:
-                await Clip(self, encoding, file, options).run()
+                async with self._clips:
+                    await Clip(self, encoding, file, options).run()
         finally:
             self._ranks.upstream -= 1
             self._ranks.cancel(encoding)
@@ -204,6 +210,14 @@ class Pipeline:
         ids = self.expander.ids
         head = [ids.audio_start]
         waiting: list[asyncio.Future[Rows]] = []
+
+        async def publish(*, last: bool) -> None:
+            nonlocal head
+            rows = await waiting.pop(0)
+            tokens = head + [ids.audio_pad] * len(rows) + ([ids.audio_end] if last else [])
+            head = []
+            await encoding.publish(Chunk(tokens, rows, len(rows), last))
+
         async with self.pool.decode(self.audio_job(), file) as parts:
             started = time.monotonic()
             async for reply, fd in parts:
@@ -211,11 +225,9 @@ class Pipeline:
                 clock.add("decode", started)
                 waiting += await self.submit_sound(encoding, cutter, fd, reply)
                 # One segment stays in flight, so that the next is decoded meanwhile.
-                while waiting if reply.last else len(waiting) > 1:
-                    rows = await waiting.pop(0)
-                    last = reply.last and not waiting
-                    tokens = head + [ids.audio_pad] * len(rows) + ([ids.audio_end] if last else [])
-                    head = []
-                    await encoding.publish(Chunk(tokens, rows, len(rows), last))
+                while len(waiting) > 1:
+                    await publish(last=False)
                 started = time.monotonic()
-            encoding.notes = parts.notes
+        # Notes come with the end of decoding, and must be there when the last chunk is read.
+        encoding.notes = parts.notes
+        await publish(last=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections import OrderedDict, defaultdict
@@ -26,8 +25,10 @@ from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
 from transom.encoder.encoding import Encoding
 from transom.encoder.expand import Expander
-from transom.encoder.fetch import Fetcher, FetchLimits
+from transom.encoder.fetch import Fetched, Fetcher, FetchLimits
+from transom.encoder.flights import Flights
 from transom.encoder.kept import KeptEncodings
+from transom.encoder.known_urls import KnownContent, KnownUrls
 from transom.encoder.media import wire
 from transom.encoder.metrics import EncoderMetrics, RankCollector
 from transom.encoder.models.config import AudioConfig, ProcessorConfig
@@ -36,7 +37,6 @@ from transom.encoder.ranks.pool import Ranks
 from transom.encoder.revision import model_revision
 from transom.encoder.spans import ItemSpans, Timeline
 from transom.errors import (
-    CancelledRequestError,
     DeadlineError,
     MediaError,
     OverloadedError,
@@ -45,7 +45,7 @@ from transom.errors import (
 )
 from transom.hub import resolve_model
 from transom.log import request_id_var
-from transom.media_key import content_key
+from transom.media_key import bytes_digest, content_key_of
 from transom.messages import Abort, EmbeddingChunk, EncodeDone, EncodeJob, RequestFailed, TensorMeta
 from transom.metrics import Collector
 from transom.stage import Stage
@@ -58,7 +58,6 @@ T = TypeVar("T")
 _MB = 1024 * 1024
 _ABORTS_KEPT = 10_000
 _ABORT_MEMORY_S = 60.0
-_AHEAD_BYTES = 64 * _MB
 _SHUTDOWN = "the encoder is shutting down"
 
 
@@ -87,6 +86,7 @@ class EncoderStage(Stage):
             "cache_misses",
             "cache_evictions",
             "batches",
+            "decode_jobs",
             "decoder_crashes",
             "rank_restarts",
             "moved_pieces",
@@ -100,9 +100,9 @@ class EncoderStage(Stage):
         self._count = 0
         self._bytes = 0
         self._aborted: OrderedDict[str, float] = OrderedDict()
-        self._running: dict[str, tuple[Encoding, asyncio.Task[None]]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._kept = KeptEncodings()
+        self._known = KnownUrls()
         self._metrics = EncoderMetrics()
         self._timeline = Timeline()
         self._draining = False
@@ -139,7 +139,9 @@ class EncoderStage(Stage):
             expander,
             ProcessorConfig.from_folder(folder),
             AudioConfig.from_folder(folder),
+            self._metrics,
         )
+        self._flights = Flights(self._kept, self._pipeline, self._dtype, self._timeline, self._spawn)
         self._announcer = Announcer(transport, config.announce_to)
         self._announcer.start()
         logger.info(
@@ -242,34 +244,55 @@ class EncoderStage(Stage):
                 index += 1
         finally:
             encoding.leave(reader)
-            self._stop_if_abandoned(encoding)
+            self._flights.stop_if_abandoned(encoding)
         self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
     async def _find(self, item: _Item) -> tuple[Encoding, bool]:
         """Return the encoding of the item's content, and whether it was complete already."""
-        file = await self._obtain(item)
+        job = item.job
+        item.queue_ms = round((time.monotonic() - item.received_s) * 1000, 3)
+        data: bytearray | memoryview | None = item.data
+        item.data = None
+        fetched: Fetched | None = None
+        if data is None:
+            assert job.url is not None
+            known = self._known.get(job.url)
+            fetched = await self._fetch(item, job.url, known)
+            if fetched is None and known is not None:
+                found = await self._flights.look_up(self._key(job, known.digest), job)
+                if found is not None:
+                    return found, found.complete
+                # What it gave is no longer kept: only now the content is needed.
+                fetched = await self._fetch(item, job.url, None)
+            assert fetched is not None
+            data = fetched.data
+        file = await self._off_loop(len(data), wire.MemoryFile.of, data)
         try:
             if not file.size_bytes:
-                raise MediaError(f"{item.job.modality} is empty (0 bytes)")
-            key = await self._off_loop(file.size_bytes, self._key, item.job, file)
-            return self._encoding(key, item.job, file)
+                raise MediaError(f"{job.modality} is empty (0 bytes)")
+            digest = await self._off_loop(file.size_bytes, bytes_digest, file.view)
+            if job.url is not None and fetched is not None:
+                self._known.remember(job.url, digest, fetched.validator)
+            encoding = self._flights.encode(self._key(job, digest), job, file)
+            return encoding, encoding.complete
         finally:
             # A running encoding holds a descriptor of its own.
             file.close()
 
-    async def _obtain(self, item: _Item) -> wire.MemoryFile:
-        """Return the item's bytes, downloaded if need be."""
+    async def _fetch(self, item: _Item, url: str, known: KnownContent | None) -> Fetched | None:
+        """Download the item; None when it is still what is known of its URL."""
         started = time.monotonic()
-        item.queue_ms = round((started - item.received_s) * 1000, 3)
-        data: bytearray | memoryview | None = item.data
-        item.data = None
-        if data is None:
-            assert item.job.url is not None
-            data = await self._fetcher.fetch(item.job.url)
+        outcome = "failed"
+        try:
+            fetched = await self._fetcher.fetch(url, known.validator if known else None)
+            outcome = "unchanged" if fetched is None else "downloaded"
+        finally:
+            self._metrics.fetches.labels(outcome).inc()
             item.spans.add("fetch", started, time.monotonic())
-            item.charged_bytes += len(data)
-            self._bytes += len(data)
-        return await self._off_loop(len(data), wire.MemoryFile.of, data)
+        if fetched is not None:
+            item.charged_bytes += len(fetched.data)
+            self._bytes += len(fetched.data)
+        return fetched
 
     @staticmethod
     async def _off_loop(size_bytes: int, function: Callable[..., T], *args: Any) -> T:
@@ -278,48 +301,8 @@ class EncoderStage(Stage):
             return function(*args)
         return await asyncio.to_thread(function, *args)
 
-    def _key(self, job: EncodeJob, file: wire.MemoryFile) -> str:
-        return content_key(file.view, job.modality, job.options, self._revision, self._dtype)
-
-    def _encoding(self, key: str, job: EncodeJob, file: wire.MemoryFile) -> tuple[Encoding, bool]:
-        """Return the encoding of a key, under way or begun now, and whether it is complete."""
-        running = self._running.get(key)
-        if running is not None and running[0].joinable:
-            return running[0], running[0].complete
-        encoding = Encoding(
-            key,
-            job.modality,
-            keep_bytes=self._kept.capacity_bytes // 2,
-            window_bytes=_AHEAD_BYTES,
-            spans=ItemSpans(self._timeline),
-        )
-        task = self._spawn(self._produce(encoding, file.duplicate(), job))
-        self._running[key] = (encoding, task)
-        return encoding, False
-
-    async def _produce(self, encoding: Encoding, file: wire.MemoryFile, job: EncodeJob) -> None:
-        try:
-            run = functools.partial(self._pipeline.run, encoding, file, job.options)
-            await self._kept.fill(encoding, self._dtype, run)
-        except asyncio.CancelledError:
-            encoding.fail(CancelledRequestError("nobody waits for this item any more"))
-            raise
-        except TransomError as error:
-            encoding.fail(error)
-        except Exception as error:
-            logger.exception("encoding %s failed", job.param)
-            encoding.fail(TransomError(f"the encoder failed on this item ({type(error).__name__})"))
-        finally:
-            file.close()
-            current = self._running.get(encoding.key)
-            if current is not None and current[0] is encoding:
-                del self._running[encoding.key]
-
-    def _stop_if_abandoned(self, encoding: Encoding) -> None:
-        current = self._running.get(encoding.key)
-        if current is not None and current[0] is encoding and encoding.abandoned and not encoding.done:
-            current[1].cancel()
-            del self._running[encoding.key]
+    def _key(self, job: EncodeJob, digest: str) -> str:
+        return content_key_of(digest, job.modality, job.options, self._revision, self._dtype)
 
     def _tell_done(self, item: _Item, encoding: Encoding, *, is_hit: bool) -> None:
         job = item.job
@@ -421,6 +404,7 @@ class EncoderStage(Stage):
         if self._has_ranks:
             load |= self._ranks.load()
             load |= {
+                "decode_jobs": self._pool.jobs,
                 "decoders_busy": self._pool.busy(),
                 "decoder_crashes": self._pool.crashes,
             }

@@ -51,6 +51,23 @@ def routing_key_of_url(url: str) -> str:
     return framed_digest(normalise_url(url).encode(), person=b"route-url")
 
 
+def bytes_digest(data: bytes | memoryview) -> str:
+    """Return the digest of an item's bytes, which stands for them in `content_key_of`."""
+    return framed_digest(data, person=b"content-bytes")
+
+
+def content_key_of(digest: str, modality: Modality, options: MediaOptions, revision: str, dtype: str) -> str:
+    """Return the content key of the item whose bytes have a digest; see `content_key`."""
+    return framed_digest(
+        digest.encode(),
+        modality.encode(),
+        _OPTIONS_ENCODER.encode(options),
+        revision.encode(),
+        dtype.encode(),
+        person=b"content",
+    )
+
+
 def content_key(
     data: bytes | memoryview, modality: Modality, options: MediaOptions, revision: str, dtype: str
 ) -> str:
@@ -59,11 +76,4 @@ def content_key(
     `revision` names the model and processor (weights and preprocessing settings); every option
     takes part, because the same bytes with another background or frame rate embed differently.
     """
-    return framed_digest(
-        data,
-        modality.encode(),
-        _OPTIONS_ENCODER.encode(options),
-        revision.encode(),
-        dtype.encode(),
-        person=b"content",
-    )
+    return content_key_of(bytes_digest(data), modality, options, revision, dtype)

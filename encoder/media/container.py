@@ -13,6 +13,7 @@ from typing import Any
 import av
 import av.error
 import av.logging
+from av.stream import Discard
 
 from transom.encoder.media.sniff import describe
 from transom.errors import MediaError
@@ -63,6 +64,17 @@ class MemoryReader(io.RawIOBase):
         return len(part)
 
 
+def reason(error: Exception) -> str:
+    """Return what a library's error means for the media, in words that don't depend on the library."""
+    if isinstance(error, (av.error.DecoderNotFoundError, av.error.PatchWelcomeError)):
+        return "its codec is not supported"
+    if isinstance(error, av.error.EOFError):
+        return "it ends too early"
+    if isinstance(error, av.error.InvalidDataError):
+        return "it is damaged or of no known format"
+    return "it can't be read"
+
+
 @contextmanager
 def open_container(data: memoryview, what: str) -> Iterator[Any]:
     """Open the bytes of a sound or video; raise MediaError when no allowed demuxer knows them."""
@@ -77,8 +89,9 @@ def open_container(data: memoryview, what: str) -> Iterator[Any]:
     except MemoryError:
         raise MediaError(f"{what} needs more memory to decode than a decoder may use") from None
     except (av.error.FFmpegError, ValueError, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise MediaError(f"{what} can't be opened ({reason}): the bytes look like {describe(data)}") from None
+        raise MediaError(
+            f"{what} can't be opened ({reason(error)}): the bytes look like {describe(data)}"
+        ) from None
     try:
         yield container
     finally:
@@ -92,6 +105,13 @@ def video_stream(container: Any) -> Any:
         if stream.codec_context is not None:
             return stream
     raise MediaError("video has no picture track that can be decoded")
+
+
+def only(container: Any, stream: Any) -> None:
+    """Let the demuxer pass over all other streams: their packets would be read for nothing."""
+    for other in container.streams:
+        if other.index != stream.index:
+            other.discard = Discard.all
 
 
 def audio_stream(container: Any) -> Any | None:

@@ -1,13 +1,13 @@
-"""A video's bytes to the frames that the model samples, one temporal patch at a time, and its sound.
+"""A clip before and while it is decoded: its plan, then the frames of it in units of a temporal patch.
 
-Decode worker. First the packets are listed, which tells all frame times without decoding; then only
-the stretches that hold sampled frames are decoded. At most one unit is held. Knows nothing of tensors.
+Decode worker. The packets tell all frame times; then only the stretches that hold sampled frames are
+decoded, in runs that need nothing of each other. At most one unit is held. Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import av.error
@@ -15,101 +15,94 @@ import numpy as np
 from av.video.reformatter import Interpolation
 from numpy.typing import NDArray
 
-from transom.encoder.media import audio
-from transom.encoder.media.container import audio_stream, duration_s, open_container, video_stream
+from transom.encoder.media.container import audio_stream, duration_s, only, open_container, video_stream
+from transom.encoder.media.cutting import cut
+from transom.encoder.media.frame_index import FrameIndex, index_frames
+from transom.encoder.media.frames import FrameReader
 from transom.encoder.media.sampling import SamplePlan, sample_frames
-from transom.encoder.media.wire import AudioJob, VideoJob
+from transom.encoder.media.wire import ClipHead, SliceJob, VideoJob
 from transom.errors import MediaError
 from transom.kernels.smart_resize import UnusableSizeError, smart_resize, video_max_pixels
 
 Pixels = NDArray[np.uint8]
-_UNORDERED = -1
-# Containers with an index of keyframes; a jump in others lands anywhere.
-_INDEXED_FORMATS = ("mov", "matroska")
+# What is missing at the end before a clip counts as cut off: containers claim roughly.
+_MISSING_SHARE = 0.02
+_MISSING_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class FrameIndex:
-    """Where the frames of a stream are. Without times (`pts` empty) only their number is known."""
+def plan_clip(data: memoryview, job: VideoJob) -> ClipHead:
+    """List a clip's frames, choose from them, cut them into runs, and look at the first one.
 
-    pts: tuple[int, ...]  # of all shown frames, ascending, in ticks
-    keyframes: tuple[int, ...]  # pts of those that decoding can start from, ascending
-    count: int
-    listed: int  # with those that the container says not to show
-    times_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """Frames (height, width, 3), resized later to `target` (height, width)."""
-
-    plan: SamplePlan
-    height: int
-    width: int
-    target: tuple[int, int]
-    has_sound: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """`frames` is uint8 (1 to temporal_patch, height, width, 3)."""
-
-    start_s: float
-    frames: Pixels
-
-
-@dataclass(frozen=True, slots=True)
-class SoundPiece:
-    """A piece of the sound track; `last` ends it."""
-
-    samples: audio.Samples
-    last: bool
+    Raise MediaError when nothing can be decoded or a limit is passed.
+    """
+    index, note = _listed(data, job)
+    sampled = _sampled(index, job)
+    timed = bool(index.pts)
+    reader = FrameReader(data, timed=timed, can_jump=True, frame_ticks=index.frame_ticks, threads=job.threads)
+    with closing(reader):
+        frame = reader.first()
+        if frame is None:
+            raise MediaError("video has no frame that can be decoded")
+        size = _upright_size(frame)
+        can_jump = timed and len(index.keyframes) > 1 and _can_jump(reader, index)
+    target = target_size(*size, len(sampled.indices), job)
+    goals = [index.pts[number] for number in sampled.indices] if timed else list(sampled.indices)
+    # Without a way to jump all frames are reached from the first keyframe.
+    keyframes = index.keyframes if can_jump else index.keyframes[:1] if timed else (0,)
+    height, width = _spared(size, target, job)
+    return ClipHead(
+        timestamps=sampled.timestamps,
+        height=height,
+        width=width,
+        target=target,
+        runs=tuple(cut(goals, keyframes, job.temporal_patch)),
+        timed=timed,
+        can_jump=can_jump,
+        frame_ticks=index.frame_ticks,
+        has_sound=job.sound is not None and _has_samples(data),
+        notes=(note,) if note else (),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something that the client should hear about."""
+def _can_jump(reader: FrameReader, index: FrameIndex) -> bool:
+    """Whether the container can be sought and its keyframes are some, tried at two of them.
 
-    text: str
-
-
-def index_frames(container: Any, stream: Any) -> FrameIndex:
-    """List the frames of a stream from its packets; raise MediaError when it has none."""
-    base = float(stream.time_base or 0)
-    shown: list[int] = []
-    keys: list[int] = []
-    count = listed = 0
-    timed = base > 0
-    try:
-        for packet in container.demux(stream):
-            # A file that ends early ends within a packet, which is marked.
-            if packet.size == 0 or packet.is_corrupt:
-                continue
-            # Nothing before the first keyframe can be decoded.
-            if not keys and not packet.is_keyframe:
-                continue
-            if packet.is_keyframe:
-                keys.append(packet.pts if packet.pts is not None else _UNORDERED)
-            listed += 1
-            if packet.is_discard:
-                continue
-            count += 1
-            if packet.pts is None:
-                timed = False
-            else:
-                shown.append(packet.pts)
-    except (av.error.InvalidDataError, av.error.EOFError):
-        pass
-    if not count:
-        raise MediaError("video has no frame that can be decoded")
-    shown = sorted(shown)
-    if not timed or len(set(shown)) != count or not keys or _UNORDERED in keys:
-        rate = float(stream.average_rate or stream.guessed_rate or 25)
-        return FrameIndex((), (), count, listed, tuple(number / rate for number in range(count)))
-    return FrameIndex(tuple(shown), tuple(sorted(keys)), count, listed, tuple(pts * base for pts in shown))
+    Streams that refresh the picture bit by bit call frames so that only lead up to a full one.
+    """
+    keys = index.keyframes
+    return all(reader.starts_at(key) for key in {keys[len(keys) // 2], keys[len(keys) * 3 // 4]})
 
 
-def _plan(index: FrameIndex, job: VideoJob) -> SamplePlan:
+def _listed(data: memoryview, job: VideoJob) -> tuple[FrameIndex, str]:
+    """Return where the frames are, and words on what is missing of them."""
+    with open_container(data, "video") as container:
+        stream = video_stream(container)
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width * height > job.max_image_pixels:
+            raise MediaError(f"video of {width}x{height} pixels a frame, limit {job.max_image_pixels}")
+        claimed_s = duration_s(container, stream)
+        if claimed_s is not None and claimed_s > job.max_video_s:
+            raise MediaError(f"video of {claimed_s:.1f} s, limit {job.max_video_s:g} s")
+        # The length that a container claims may be that of a longer sound track.
+        own_s = claimed_s if stream.duration or len(container.streams) == 1 else None
+        claimed = int(stream.frames)
+        index = index_frames(container, stream)
+    return index, _missing(index, claimed, own_s)
+
+
+def _missing(index: FrameIndex, claimed: int, claimed_s: float | None) -> str:
+    """Return words on what a container claims and does not have, if it is more than imprecision."""
+    if claimed - index.listed > max(1, claimed * _MISSING_SHARE):
+        return f"video is truncated: {index.listed} of {claimed} frames exist"
+    if claimed or claimed_s is None or not index.pts:  # a count of frames is the better claim
+        return ""
+    span_s = index.times_s[-1] - index.times_s[0]
+    if claimed_s - span_s > max(_MISSING_S, claimed_s * _MISSING_SHARE):
+        return f"video is truncated: {span_s:.1f} of {claimed_s:.1f} s exist"
+    return ""
+
+
+def _sampled(index: FrameIndex, job: VideoJob) -> SamplePlan:
     span = index.times_s[-1] - index.times_s[0]
     if max(span, 0.0) > job.max_video_s:
         raise MediaError(f"video of {span:.1f} s, limit {job.max_video_s:g} s")
@@ -120,6 +113,25 @@ def _plan(index: FrameIndex, job: VideoJob) -> SamplePlan:
         max_frames=job.max_frames,
         multiple=job.temporal_patch,
     )
+
+
+def _has_samples(data: memoryview) -> bool:
+    """Whether the clip has a sound track of which at least something can be decoded."""
+    with open_container(data, "video") as container:
+        stream = audio_stream(container)
+        if stream is None:
+            return False
+        only(container, stream)
+        try:
+            for packet in container.demux(stream):
+                try:
+                    if any(frame.samples for frame in packet.decode()):
+                        return True
+                except (av.error.InvalidDataError, av.error.PatchWelcomeError):
+                    continue
+        except av.error.FFmpegError:
+            pass
+    return False
 
 
 def target_size(height: int, width: int, frames: int, job: VideoJob) -> tuple[int, int]:
@@ -149,83 +161,6 @@ def target_size(height: int, width: int, frames: int, job: VideoJob) -> tuple[in
     return target
 
 
-def _decoded(container: Any, stream: Any, goals: frozenset[int] | None = None) -> Iterator[Any]:
-    """Yield frames in presentation order; broken packets are skipped, the rest goes on.
-
-    With `goals` (pts), frames that no other frame refers to are only decoded where they are goals.
-    """
-    codec = stream.codec_context
-    try:
-        for packet in container.demux(stream):
-            if goals is not None:
-                codec.skip_frame = "DEFAULT" if packet.pts in goals or packet.pts is None else "NONREF"
-            try:
-                yield from packet.decode()
-            except av.error.InvalidDataError:
-                continue
-            except av.error.EOFError:
-                return
-    except (av.error.InvalidDataError, av.error.EOFError):
-        return
-
-
-def _by_count(container: Any, stream: Any, wanted: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield (position in wanted, frame), counting frames from the start."""
-    position = 0
-    for number, frame in enumerate(_decoded(container, stream)):
-        if position >= len(wanted):
-            return
-        if number == wanted[position]:
-            yield position, frame
-            position += 1
-
-
-def _by_time(
-    container: Any, stream: Any, index: FrameIndex, wanted: Sequence[int]
-) -> Iterator[tuple[int, Any]]:
-    """Yield (position in wanted, frame), jumping to a keyframe where that skips work.
-
-    A frame that the stream lists but does not yield gives way to the next one that exists.
-    """
-    goals = [index.pts[number] for number in wanted]
-    ends = frozenset(goals)
-    keys = np.asarray(index.keyframes)
-    jumps = container.format.name.startswith(_INDEXED_FORMATS)
-    position = 0
-    current = index.keyframes[0]
-    while position < len(goals):
-        start = int(keys[max(int(np.searchsorted(keys, goals[position], side="right")) - 1, 0)])
-        jumped = jumps and start > current
-        if jumped:
-            container.seek(start, stream=stream, backward=True, any_frame=False)
-        for frame in _decoded(container, stream, ends):
-            if frame.pts is None:
-                continue
-            if jumped and frame.pts > start:
-                # The container's own index is wrong: go through all frames instead.
-                container.seek(index.keyframes[0], stream=stream, backward=True, any_frame=False)
-                jumps = False
-                break
-            jumped = False
-            current = max(current, frame.pts)
-            if frame.pts < goals[position]:
-                continue
-            hit = position
-            while position < len(goals) and goals[position] <= frame.pts:
-                position += 1
-            yield hit, frame
-            if position >= len(goals) or (jumps and _jump_pays(keys, current, goals[position])):
-                break
-        else:
-            return
-
-
-def _jump_pays(keys: NDArray[np.int64], current: int, goal: int) -> bool:
-    """Whether a keyframe lies between the frame just decoded and the next goal."""
-    nearest = int(np.searchsorted(keys, goal, side="right")) - 1
-    return nearest > 0 and int(keys[nearest]) > current
-
-
 def _to_pixels(frame: Any, height: int, width: int) -> Pixels:
     """Return the upright RGB pixels of a frame, (height, width, 3); scaled where it has another size."""
     turns = (round(frame.rotation / 90) % 4) if frame.rotation else 0
@@ -249,134 +184,31 @@ def _upright_size(frame: Any) -> tuple[int, int]:
     return (frame.width, frame.height) if turned else (frame.height, frame.width)
 
 
-def _frames(data: memoryview, job: VideoJob) -> Iterator[FrameIndex | SamplePlan | tuple[int, Any] | Note]:
-    """Yield the plan, then (position, frame) of the sampled frames that exist, then notes."""
-    with open_container(data, "video") as container:
-        stream = video_stream(container)
-        width, height = stream.codec_context.width, stream.codec_context.height
-        if width * height > job.max_image_pixels:
-            raise MediaError(f"video of {width}x{height} pixels a frame, limit {job.max_image_pixels}")
-        claimed = duration_s(container, stream)
-        if claimed is not None and claimed > job.max_video_s:
-            raise MediaError(f"video of {claimed:.1f} s, limit {job.max_video_s:g} s")
-        claimed_frames = int(stream.frames)
-        index = index_frames(container, stream)
-    plan = _plan(index, job)
-    yield plan
-    given = 0
-    # A fresh demuxer: seeking back fails in streams that FFmpeg has no index of.
-    with open_container(data, "video") as container:
-        stream = video_stream(container)
-        stream.codec_context.thread_count = job.threads
-        if job.threads > 1:
-            stream.thread_type = "AUTO"
-        found = (
-            _by_time(container, stream, index, plan.indices)
-            if index.pts
-            else _by_count(container, stream, plan.indices)
-        )
-        for position, frame in found:
-            given += 1
-            yield position, frame
-    if not given:
-        raise MediaError("video has no frame that can be decoded")
-    missing_tail = claimed_frames - index.listed
-    if given < len(plan.indices):
-        yield Note(f"video is damaged: {given} of {len(plan.indices)} sampled frames could be decoded")
-    elif missing_tail > max(1, claimed_frames // 50):
-        yield Note(f"video is truncated: {index.listed} of {claimed_frames} frames exist")
+def open_frames(data: memoryview, job: SliceJob) -> FrameReader:
+    """Return what finds the frames of a clip's slices; the caller closes it."""
+    return FrameReader(
+        data, timed=job.timed, can_jump=job.can_jump, frame_ticks=job.frame_ticks, threads=job.threads
+    )
 
 
-def decode_video(data: memoryview, job: VideoJob) -> Iterator[Clip | Unit | SoundPiece | Note]:
-    """Yield the Clip, then its Units, each preceded by the sound up to its end, then Notes.
+def decode_slice(reader: FrameReader, job: SliceJob) -> Iterator[tuple[int, Pixels]]:
+    """Yield (position of its first frame among all sampled ones, frames) of the units that exist.
 
-    Raise MediaError when nothing can be decoded or a limit is passed.
+    The frames of a unit are (1 to temporal_patch, height, width, 3); a unit none of whose frames can be
+    decoded is left out.
     """
-    frames = _frames(data, job)
-    plan = next(frames)
-    assert isinstance(plan, SamplePlan)
-    sound = _Sound(data, job.sound)
-    try:
-        yield from _units(frames, plan, job, sound)
-        yield from sound.rest()
-    finally:
-        sound.close()
-
-
-def _units(frames: Iterator[Any], plan: SamplePlan, job: VideoJob, sound: _Sound) -> Iterator[Any]:
     pending: list[Pixels] = []
-    start_s = 0.0
-    size: tuple[int, int] | None = None
-    for item in frames:
-        if isinstance(item, Note):
-            yield item
-            continue
-        position, frame = item
-        if size is None:
-            size = _upright_size(frame)
-            target = target_size(*size, len(plan.indices), job)
-            size = _spared(size, target, job)
-            yield Clip(plan, size[0], size[1], target, sound.present)
+    first = 0
+    for position, frame in reader.find(job.goals, job.keys, job.begin, job.stop, job.end):
+        number = job.first + position
+        if pending and number // job.temporal_patch != first // job.temporal_patch:
+            yield first, np.stack(pending)
+            pending = []
         if not pending:
-            start_s = plan.timestamps[position]
-        pending.append(_to_pixels(frame, size[0], size[1]))
-        if len(pending) == job.temporal_patch:
-            later = position + 1
-            yield from sound.until(plan.timestamps[later] if later < len(plan.timestamps) else None)
-            yield Unit(start_s, np.stack(pending))
+            first = number
+        pending.append(_to_pixels(frame, job.height, job.width))
+        if number % job.temporal_patch == job.temporal_patch - 1:
+            yield first, np.stack(pending)
             pending = []
     if pending:
-        yield from sound.rest()
-        yield Unit(start_s, np.stack(pending))
-
-
-class _Sound:
-    """The sound track of a clip, decoded as far as the pictures need it."""
-
-    def __init__(self, data: memoryview, job: AudioJob | None) -> None:
-        self.present = False
-        self._pieces: Iterator[tuple[audio.Samples, bool]] | None = None
-        self._rate = job.sampling_rate if job else 1
-        self._given = 0
-        if job is None:
-            return
-        pieces = self._open(data, job)
-        first = next(pieces, None)
-        if first is not None:
-            self.present = True
-            self._pieces = pieces
-            self._held: tuple[audio.Samples, bool] | None = first
-
-    @staticmethod
-    def _open(data: memoryview, job: AudioJob) -> Iterator[tuple[audio.Samples, bool]]:
-        with open_container(data, "video") as container:
-            stream = audio_stream(container)
-            if stream is None:
-                return
-            try:
-                yield from audio.decode_track(container, stream, job)
-            except MediaError as error:
-                # A track without samples is no sound; one that is too long is an error.
-                if "limit" in error.message:
-                    raise
-
-    def until(self, time_s: float | None) -> Iterator[SoundPiece]:
-        """Yield pieces until the track is given up to a time; None: to its end."""
-        while self._pieces is not None and (time_s is None or self._given < time_s * self._rate):
-            if self._held is None:
-                self._pieces = None
-                return
-            samples, last = self._held
-            self._given += len(samples)
-            self._held = None if last else next(self._pieces, None)
-            yield SoundPiece(samples, self._held is None)
-            if self._held is None:
-                self._pieces = None
-
-    def rest(self) -> Iterator[SoundPiece]:
-        return self.until(None)
-
-    def close(self) -> None:
-        if self._pieces is not None:
-            self._pieces.close()  # type: ignore[attr-defined]
-            self._pieces = None
+        yield first, np.stack(pending)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from transom.errors import MediaError
 
+# A plan of 3,600 frames takes 90 KB; the kernel's default buffers take no more than this.
 MAX_MESSAGE_BYTES = 160 * 1024
 _FD_BYTES = array.array("i").itemsize
 
@@ -44,10 +45,7 @@ class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio"):
 
 
 class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
-    """Decode sampled frames; fd: the file. Answered by ClipHead, then FrameUnits and Sounds.
-
-    Sounds that a unit needs come before it, so that the reader never has to hold units back long.
-    """
+    """Plan a clip: which frames are taken, how they are got; fd: the file. Answered by one ClipHead."""
 
     factor: int
     min_pixels: int
@@ -64,6 +62,59 @@ class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
     max_video_s: float
     threads: int
     sound: AudioJob | None
+
+
+class RunPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled frames that are decoded one after the other, from a keyframe on; runs are independent.
+
+    `goals` are the stamps of frames (pts, or their numbers where there are no times), ascending; `keys`
+    the stamp of the keyframe that each can be reached from. The frames of the next run begin at `end`.
+    """
+
+    first: int  # position of the first goal among all sampled frames
+    goals: tuple[int, ...]
+    keys: tuple[int, ...]
+    end: int | None
+
+
+class SliceJob(msgspec.Struct, frozen=True, kw_only=True, tag="slice"):
+    """Decode a slice of a run of a planned clip; fd: the file. Answered by FrameUnits.
+
+    A worker that decoded the slice before goes on where it stands. `clip` tells clips apart.
+    """
+
+    clip: int
+    first: int
+    goals: tuple[int, ...]
+    keys: tuple[int, ...]
+    begin: int
+    stop: int
+    end: int | None
+    height: int
+    width: int
+    temporal_patch: int
+    timed: bool
+    can_jump: bool
+    frame_ticks: int
+    threads: int
+
+
+class TrackJob(msgspec.Struct, frozen=True, kw_only=True, tag="track"):
+    """Decode some pieces of a clip's sound; fd: the file. Answered by Sounds, the track's last marked.
+
+    A worker that decoded the piece before goes on where it stands, others begin anew.
+    """
+
+    clip: int
+    sound: AudioJob
+    first: int
+    pieces: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """A clip is over: let go of what is open of it."""
+
+    clip: int
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
@@ -83,19 +134,24 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
 
 
 class ClipHead(msgspec.Struct, frozen=True, kw_only=True, tag="clip"):
-    """What will come: planned frame times and the size of the frames before and after resizing."""
+    """The plan of a clip: times of its sampled frames, sizes of frames before and after resizing, runs."""
 
     timestamps: tuple[float, ...]
     height: int
     width: int
     target: tuple[int, int]
+    runs: tuple[RunPlan, ...]
+    timed: bool
+    can_jump: bool
+    frame_ticks: int
     has_sound: bool
+    notes: tuple[str, ...]
 
 
 class FrameUnit(msgspec.Struct, frozen=True, kw_only=True, tag="unit"):
-    """fd: uint8 (frames, height, width, 3): one temporal patch."""
+    """fd: uint8 (frames, height, width, 3): one temporal patch; `position` of its first sampled frame."""
 
-    start_s: float
+    position: int
     frames: int
     height: int
     width: int
@@ -120,8 +176,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
 
 
-Job = ImageJob | AudioJob | VideoJob
-Request = ImageJob | AudioJob | VideoJob | Ack | Stop
+Job = ImageJob | AudioJob | VideoJob | SliceJob | TrackJob
+Request = Job | Ack | Stop | Forget
 Reply = Picture | ClipHead | FrameUnit | Sound | Finished | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()

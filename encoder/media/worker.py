@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from transom.encoder.media import wire
 from transom.encoder.media.audio import decode_audio
 from transom.encoder.media.image import decode_image
-from transom.encoder.media.video import Clip, Note, SoundPiece, Unit, decode_video
+from transom.encoder.media.session import Sessions
+from transom.encoder.media.video import plan_clip
 from transom.errors import MediaError
 from transom.log import setup_logging
 
@@ -41,13 +42,19 @@ class _Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.sessions = Sessions()
         self._ahead = 0
+        self._over: list[int] = []
 
     def next_job(self) -> tuple[wire.Job, int | None]:
+        while self._over:
+            self.sessions.forget(self._over.pop())
         while True:
             request, fd = wire.receive_request(self.sock)
             if isinstance(request, wire.Ack):
                 self._ahead -= 1
+            elif isinstance(request, wire.Forget):
+                self.sessions.forget(request.clip)
             elif not isinstance(request, wire.Stop):
                 return request, fd
 
@@ -75,6 +82,9 @@ class _Link:
             self.sock.setblocking(True)
         if isinstance(request, wire.Stop):
             raise _Stopped
+        if isinstance(request, wire.Forget):
+            self._over.append(request.clip)
+            return True
         assert isinstance(request, wire.Ack)
         self._ahead -= 1
         return True
@@ -88,32 +98,31 @@ def _run_image(link: _Link, job: wire.ImageJob, data: memoryview) -> tuple[str, 
 
 
 def _run_audio(link: _Link, job: wire.AudioJob, data: memoryview) -> tuple[str, ...]:
-    for samples, last in decode_audio(data, job):
+    notes: list[str] = []
+    for samples, last in decode_audio(data, job, notes):
         link.send_part(wire.Sound(samples=len(samples), last=last), samples)
+    return tuple(notes)
+
+
+def _run_plan(link: _Link, job: wire.VideoJob, data: memoryview) -> tuple[str, ...]:
+    wire.send(link.sock, plan_clip(data, job))
     return ()
 
 
-def _run_video(link: _Link, job: wire.VideoJob, data: memoryview) -> tuple[str, ...]:
-    notes: list[str] = []
-    for part in decode_video(data, job):
-        if isinstance(part, Clip):
-            head = wire.ClipHead(
-                timestamps=part.plan.timestamps,
-                height=part.height,
-                width=part.width,
-                target=part.target,
-                has_sound=part.has_sound,
-            )
-            wire.send(link.sock, head)
-        elif isinstance(part, Unit):
-            frames, height, width = part.frames.shape[:3]
-            reply = wire.FrameUnit(start_s=part.start_s, frames=frames, height=height, width=width)
-            link.send_part(reply, part.frames)
-        elif isinstance(part, SoundPiece):
-            link.send_part(wire.Sound(samples=len(part.samples), last=part.last), part.samples)
-        elif isinstance(part, Note):
-            notes.append(part.text)
-    return tuple(notes)
+def _run_slice(link: _Link, job: wire.SliceJob, data: memoryview) -> tuple[str, ...]:
+    for position, pixels in link.sessions.of(job.clip, data).units(job):
+        frames, height, width = pixels.shape[:3]
+        reply = wire.FrameUnit(position=position, frames=frames, height=height, width=width)
+        link.send_part(reply, pixels)
+    return ()
+
+
+def _run_track(link: _Link, job: wire.TrackJob, data: memoryview) -> tuple[str, ...]:
+    session = link.sessions.of(job.clip, data)
+    last = False
+    for samples, last in session.pieces(job):
+        link.send_part(wire.Sound(samples=len(samples), last=last), samples)
+    return session.notes() if last else ()
 
 
 def _run(link: _Link, job: wire.Job, fd: int) -> tuple[str, ...]:
@@ -123,7 +132,11 @@ def _run(link: _Link, job: wire.Job, fd: int) -> tuple[str, ...]:
         return _run_image(link, job, data)
     if isinstance(job, wire.AudioJob):
         return _run_audio(link, job, data)
-    return _run_video(link, job, data)
+    if isinstance(job, wire.SliceJob):
+        return _run_slice(link, job, data)
+    if isinstance(job, wire.TrackJob):
+        return _run_track(link, job, data)
+    return _run_plan(link, job, data)
 
 
 def serve(sock: socket.socket) -> None:

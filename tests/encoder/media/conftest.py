@@ -126,6 +126,7 @@ def encode_video(
     times_ms: Sequence[int] | None = None,
     sound: np.ndarray | None = None,
     options: dict[str, str] | None = None,
+    codec_options: dict[str, str] | None = None,
 ) -> memoryview:
     """The file of a clip of numbered frames; `times_ms` makes their rate variable."""
     width, height = size
@@ -134,7 +135,7 @@ def encode_video(
         tempfile.NamedTemporaryFile() as file,
         av.open(file.name, "w", format=container, options=options or {}) as output,
     ):
-        stream = output.add_stream(codec, rate=fps, options={"g": str(gop)})
+        stream = output.add_stream(codec, rate=fps, options={"g": str(gop)} | (codec_options or {}))
         stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
         track = output.add_stream("aac", rate=24_000, layout="mono") if sound is not None else None
         if times_ms is not None:

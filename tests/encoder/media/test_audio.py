@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 import wave
 from collections.abc import Callable
 from io import BytesIO
@@ -24,9 +26,11 @@ def tone(hertz: float, seconds: float, rate: int, level: float = 0.5) -> np.ndar
     return (level * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
 
 
-def whole(data: memoryview, job: AudioJob) -> np.ndarray:
+def whole(data: memoryview, job: AudioJob, notes: list[str] | None = None) -> np.ndarray:
     """All pieces joined; checks their sizes and marks."""
-    pieces = list(decode_audio(data, job))
+    said: list[str] = [] if notes is None else notes
+    pieces = list(decode_audio(data, job, said))
+    assert notes is not None or not said
     assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(len(samples) == job.piece_samples for samples, _ in pieces[:-1])
     assert len(pieces[-1][0]) > 0
@@ -107,27 +111,86 @@ def test_pieces_join_to_the_same_samples(rate: int, sound_job: Job) -> None:
 )
 def test_what_is_no_sound_is_named(data: bytes, said: str, sound_job: Job) -> None:
     with pytest.raises(MediaError, match=said):
-        list(decode_audio(memoryview(data), sound_job()))
+        list(decode_audio(memoryview(data), sound_job(), []))
 
 
 def test_no_samples_is_an_error(sound_job: Job) -> None:
     with pytest.raises(MediaError, match=r"no samples|can't be opened"):
-        list(decode_audio(pcm(np.zeros((1, 0)), 8000), sound_job()))
+        list(decode_audio(pcm(np.zeros((1, 0)), 8000), sound_job(), []))
 
 
 def test_length_limit_is_told(sound_job: Job, make_sound: Make) -> None:
     with pytest.raises(MediaError, match=r"audio of 3\.0 s, limit 2 s"):
-        list(decode_audio(pcm(tone(440, 3, 8000)[None], 8000), sound_job(max_audio_s=2)))
+        list(decode_audio(pcm(tone(440, 3, 8000)[None], 8000), sound_job(max_audio_s=2), []))
     # A stream that claims no length is stopped where the limit passes.
     adts = make_sound(tone(440, 3, 48_000)[None], 48_000, "adts", "aac")
     with pytest.raises(MediaError, match="limit"):
-        list(decode_audio(adts, sound_job(max_audio_s=1)))
+        list(decode_audio(adts, sound_job(max_audio_s=1), []))
 
 
-def test_truncated_sound_gives_what_is_there(sound_job: Job, make_sound: Make) -> None:
-    data = make_sound(tone(440, 4, 48_000)[None], 48_000, "ogg", "libopus")
-    got = whole(data[: len(data) // 2], sound_job())
+TRUNCATED = [
+    ("wav", "pcm_s16le", r"truncated: \d\.\d of 4\.0 s exist"),
+    ("mp3", "libmp3lame", r"truncated: \d\.\d of 4\.0 s exist"),
+    ("flac", "flac", r"truncated: \d\.\d of 4\.0 s exist"),
+    ("matroska", "libopus", r"truncated: \d\.\d of 4\.0 s exist"),
+    ("aiff", "pcm_s16be", r"truncated: \d\.\d of 4\.0 s exist"),
+    ("adts", "aac", "damaged: 1 packets could not be decoded"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec", "said"), TRUNCATED)
+def test_truncated_sound_gives_what_is_there_and_says_so(
+    container: str, codec: str, said: str, sound_job: Job, make_sound: Make
+) -> None:
+    data = make_sound(tone(440, 4, 48_000)[None], 48_000, container, codec)
+    got = whole(data[: len(data) // 2], sound_job(), notes := [])
     assert 0.5 * RATE < len(got) < 3.5 * RATE
+    assert len(notes) == 1
+    assert re.search(said, notes[0])
+    assert whole(data, sound_job(), notes := []) is not None
+    assert notes == []
+
+
+@pytest.mark.parametrize("cut", [44 + 4096 * 8, 44 + 4096 * 8 + 1])
+def test_a_wav_that_ends_at_any_place_is_known_to_be_cut(cut: int, sound_job: Job) -> None:
+    data = pcm(tone(440, 4, 16_000)[None], 16_000)
+    whole(data[:cut], sound_job(), notes := [])
+    assert notes == ["audio is truncated: 1.0 of 4.0 s exist"]
+
+
+def test_a_wav_of_unknown_length_is_not_called_truncated(sound_job: Job) -> None:
+    data = bytearray(pcm(tone(440, 1, 16_000)[None], 16_000))
+    data[40:44] = b"\xff" * 4
+    assert len(whole(memoryview(data), sound_job())) == RATE
+
+
+def float_wav(samples: np.ndarray) -> memoryview:
+    body = samples.astype("<f4").tobytes()
+    head = struct.pack(
+        "<4sI4s4sIHHIIHH", b"RIFF", 36 + len(body), b"WAVE", b"fmt ", 16, 3, 1, RATE, RATE * 4, 4, 32
+    )
+    return memoryview(head + struct.pack("<4sI", b"data", len(body)) + body)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_no_numbers_are_refused(value: float, sound_job: Job) -> None:
+    samples = tone(440, 2, RATE)
+    assert len(whole(float_wav(samples), sound_job())) == 2 * RATE
+    samples[RATE] = value
+    with pytest.raises(MediaError, match=r"no finite numbers \(at (0\.9|1\.0)"):
+        list(decode_audio(float_wav(samples), sound_job(), []))
+
+
+def test_absurdly_loud_samples_stay_finite(sound_job: Job) -> None:
+    got = whole(float_wav(tone(440, 1, RATE) * np.float32(1e38)), sound_job())
+    assert np.isfinite(np.square(got)).all()
+
+
+def test_errors_speak_of_the_media_and_not_of_the_library(sound_job: Job) -> None:
+    for data in (b"\0" * 5000, b"RIFF\x24\0\0\0WAVEfmt ", b"OggS" + b"\0" * 100, b"fLaC" + b"\0" * 60):
+        with pytest.raises(MediaError) as caught:
+            list(decode_audio(memoryview(data), sound_job(), []))
+        assert not re.search(r"Errno|<none>|processing input|av\.", caught.value.message)
 
 
 def test_shared_sounds_have_their_length(shared_media: Path, sound_job: Job) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection
+import random
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 
+from transom.encoder.media.container import open_container, video_stream
+from transom.encoder.media.cutting import slices
+from transom.encoder.media.frame_index import index_frames
 from transom.encoder.media.sampling import sample_frames
-from transom.encoder.media.video import Clip, Note, SoundPiece, Unit, decode_video
-from transom.encoder.media.wire import VideoJob
+from transom.encoder.media.session import ClipSession
+from transom.encoder.media.video import plan_clip
+from transom.encoder.media.wire import AudioJob, ClipHead, SliceJob, TrackJob, VideoJob
 from transom.errors import MediaError
 
 Job = Callable[..., VideoJob]
@@ -20,22 +25,62 @@ Make = Callable[..., memoryview]
 Number = Callable[[np.ndarray], int]
 
 
-class Decoded:
-    """All that a clip gives, sorted."""
+class Unit:
+    """Frames of one temporal patch."""
 
-    def __init__(self, data: memoryview, job: VideoJob) -> None:
-        parts = list(decode_video(data, job))
-        clips = [part for part in parts if isinstance(part, Clip)]
-        assert len(clips) == 1
-        self.clip = clips[0]
-        self.units = [part for part in parts if isinstance(part, Unit)]
-        self.notes = [part.text for part in parts if isinstance(part, Note)]
-        self.sound = [part for part in parts if isinstance(part, SoundPiece)]
-        self.order = [type(part) for part in parts]
+    def __init__(self, position: int, frames: np.ndarray) -> None:
+        self.position = position
+        self.frames = frames
+
+
+class Decoded:
+    """All that a clip gives. Runs are decoded last one first, each by a session of its own, if not told
+    otherwise: any order and any worker must give the same."""
+
+    def __init__(
+        self,
+        data: memoryview,
+        job: VideoJob,
+        *,
+        order: Callable[[int], Iterable[int]] = lambda count: reversed(range(count)),
+        one_session: bool = False,
+        slice_units: int = 8,
+    ) -> None:
+        self.head = head = plan_clip(data, job)
+        with open_container(data, "video") as container:
+            times = index_frames(container, video_stream(container)).times_s
+        self.indices = sample_frames(
+            times, fps=job.fps, min_frames=job.min_frames, max_frames=job.max_frames
+        ).indices
+        common = ClipSession(data)
+        found: dict[int, np.ndarray] = {}
+        for number in order(len(head.runs)):
+            run = head.runs[number]
+            session = common if one_session else ClipSession(data)
+            for begin, stop in slices(len(run.goals), slice_units, job.temporal_patch):
+                sliced = slice_job(head, number, begin, stop, job)
+                for position, frames in session.units(sliced):
+                    assert position not in found
+                    found[position] = frames
+            if session is not common:
+                session.close()
+        self.units = [Unit(position, found[position]) for position in sorted(found)]
         self.frames = [frame for unit in self.units for frame in unit.frames]
         for unit in self.units:
             assert unit.frames.dtype == np.uint8
-            assert unit.frames.shape[1:] == (self.clip.height, self.clip.width, 3)
+            assert unit.frames.shape[1:] == (head.height, head.width, 3)
+        listed = [goal for run in head.runs for goal in run.goals]
+        assert listed == sorted(set(listed))
+        assert len(listed) == len(head.timestamps)
+
+
+def slice_job(head: ClipHead, number: int, begin: int, stop: int, job: VideoJob) -> SliceJob:
+    run = head.runs[number]
+    return SliceJob(
+        clip=1, first=run.first, goals=run.goals, keys=run.keys, begin=begin, stop=stop, end=run.end,
+        height=head.height, width=head.width, temporal_patch=job.temporal_patch, timed=head.timed,
+        can_jump=head.can_jump, frame_ticks=head.frame_ticks, threads=job.threads,
+    )  # fmt: skip
 
 
 def all_frames(data: memoryview, wanted: Collection[int] = ()) -> tuple[dict[int, np.ndarray], list[float]]:
@@ -68,10 +113,10 @@ def test_sampled_frames_are_the_ones_named(
     decoded = Decoded(make_video(count, container=container, codec=codec, gop=gop), video_job())
     plan = sample_frames([n / 10 for n in range(count)], fps=1, min_frames=8, max_frames=128)
     assert [frame_number(frame) for frame in decoded.frames] == list(plan.indices)
-    assert decoded.clip.plan.indices == plan.indices
-    assert decoded.clip.plan.timestamps == pytest.approx(plan.timestamps, abs=0.002)
-    assert [unit.start_s for unit in decoded.units] == list(decoded.clip.plan.timestamps[::2])
-    assert decoded.notes == []
+    assert decoded.indices == plan.indices
+    assert decoded.head.timestamps == pytest.approx(plan.timestamps, abs=0.002)
+    assert [unit.position for unit in decoded.units] == list(range(0, len(plan.indices), 2))
+    assert decoded.head.notes == ()
 
 
 @pytest.mark.parametrize("pix_fmt", ["yuv420p", "yuv420p10le", "yuv444p"])
@@ -80,8 +125,8 @@ def test_frames_equal_an_independent_decode_bit_for_bit(
 ) -> None:
     data = make_video(130, gop=10, pix_fmt=pix_fmt, size=(162, 98) if pix_fmt != "yuv444p" else (161, 99))
     decoded = Decoded(data, video_job())
-    frames, _ = all_frames(data, decoded.clip.plan.indices)
-    for index, frame in zip(decoded.clip.plan.indices, decoded.frames, strict=True):
+    frames, _ = all_frames(data, decoded.indices)
+    for index, frame in zip(decoded.indices, decoded.frames, strict=True):
         np.testing.assert_array_equal(frame, frames[index])
 
 
@@ -92,7 +137,7 @@ def test_jumping_between_keyframes_changes_nothing(
     data = make_video(900, gop=gop, fps=30)
     job = video_job(fps=1, min_frames=2, max_frames=16)
     decoded = Decoded(data, job)
-    assert [frame_number(frame) for frame in decoded.frames] == list(decoded.clip.plan.indices)
+    assert [frame_number(frame) for frame in decoded.frames] == list(decoded.indices)
     assert len(decoded.frames) == 16
 
 
@@ -110,9 +155,9 @@ def test_short_clips_give_what_they_have(
 def test_variable_rate_uses_the_true_times(video_job: Job, make_video: Make, frame_number: Number) -> None:
     times = [0, 40, 80, 1000, 1040, 3000, 3500, 3540, 7000, 7040, 7080, 9000]
     decoded = Decoded(make_video(12, container="matroska", times_ms=times), video_job())
-    indices = decoded.clip.plan.indices
+    indices = decoded.indices
     assert [frame_number(frame) for frame in decoded.frames] == list(indices)
-    assert decoded.clip.plan.timestamps == pytest.approx([times[i] / 1000 for i in indices], abs=0.002)
+    assert decoded.head.timestamps == pytest.approx([times[i] / 1000 for i in indices], abs=0.002)
 
 
 def test_truncated_file_uses_the_frames_that_exist(
@@ -123,10 +168,10 @@ def test_truncated_file_uses_the_frames_that_exist(
     got = [frame_number(frame) for frame in decoded.frames]
     assert got[0] == 0
     assert 60 < got[-1] < 180
-    assert len(got) == len(decoded.clip.plan.indices)
-    assert got == list(decoded.clip.plan.indices)
-    assert len(decoded.notes) == 1
-    assert "of 200 frames exist" in decoded.notes[0]
+    assert len(got) == len(decoded.indices)
+    assert got == list(decoded.indices)
+    assert len(decoded.head.notes) == 1
+    assert "of 200 frames exist" in decoded.head.notes[0]
 
 
 def test_transport_stream_that_starts_between_keyframes(
@@ -150,56 +195,126 @@ def test_damage_in_the_middle_costs_few_frames(
     decoded = Decoded(memoryview(data), video_job(min_frames=40, max_frames=40))
     numbers = [frame_number(frame) for frame in decoded.frames]
     assert len(numbers) >= 34
-    assert sum(a == b for a, b in zip(numbers, decoded.clip.plan.indices, strict=False)) >= 10
+    assert sum(a == b for a, b in zip(numbers, decoded.indices, strict=False)) >= 10
     assert numbers == sorted(numbers)
 
 
-def test_sound_comes_before_the_pictures_that_need_it(video_job: Job, make_video: Make) -> None:
+def test_runs_and_slices_give_the_same_in_any_order(video_job: Job, make_video: Make) -> None:
+    data = make_video(400, gop=12, fps=20)
+    job = video_job(fps=10, min_frames=2)
+    wanted = Decoded(data, job, order=range, one_session=True, slice_units=1000)
+    assert len(wanted.head.runs) >= 8
+    numbers = list(range(len(wanted.head.runs)))
+    random.Random(3).shuffle(numbers)
+    others = [
+        Decoded(data, job, order=lambda _: numbers, one_session=True),
+        Decoded(data, job, order=lambda _: numbers, slice_units=1),
+        Decoded(data, job, order=range, slice_units=3),
+    ]
+    for other in others:
+        assert [unit.position for unit in other.units] == [unit.position for unit in wanted.units]
+        for mine, theirs in zip(other.frames, wanted.frames, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+# What a decoder can't do from a keyframe alone, or does out of order.
+HARD = {
+    "many b-frames": {"x264-params": "bframes=8:b-adapt=0:b-pyramid=normal"},
+    "open gop": {"x264-params": "open-gop=1:bframes=4:b-adapt=0"},
+    "intra refresh": {"x264-params": "intra-refresh=1:keyint=20:bframes=0"},
+    "one keyframe": {"x264-params": "keyint=infinite:scenecut=0"},
+    "only keyframes": {"x264-params": "keyint=1"},
+}
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts"])
+@pytest.mark.parametrize("kind", HARD)
+def test_reordered_and_linked_frames_equal_a_serial_decode(
+    kind: str, container: str, video_job: Job, make_video: Make
+) -> None:
+    data = make_video(150, gop=15, container=container, codec_options=HARD[kind])
+    decoded = Decoded(data, video_job(fps=5, min_frames=2), slice_units=2)
+    frames, times = all_frames(data, decoded.indices)
+    assert len(times) == 150
+    assert len(decoded.frames) == len(decoded.indices) == 74
+    for index, frame in zip(decoded.indices, decoded.frames, strict=True):
+        np.testing.assert_array_equal(frame, frames[index], err_msg=str(index))
+
+
+def test_hevc_with_leading_pictures_equals_a_serial_decode(video_job: Job, make_video: Make) -> None:
+    options = {"x265-params": "open-gop=1:keyint=12:bframes=4:log-level=none"}
+    data = make_video(90, codec="libx265", codec_options=options)
+    decoded = Decoded(data, video_job(fps=5, min_frames=2))
+    frames, _ = all_frames(data, decoded.indices)
+    for index, frame in zip(decoded.indices, decoded.frames, strict=True):
+        np.testing.assert_array_equal(frame, frames[index], err_msg=str(index))
+
+
+def test_a_stream_without_times_is_counted(video_job: Job, make_video: Make, frame_number: Number) -> None:
+    data = make_video(120, gop=12, container="h264", codec_options={"x264-params": "bframes=0"})
+    decoded = Decoded(data, video_job(), slice_units=1)
+    assert len(decoded.head.runs) == 1
+    assert [frame_number(frame) for frame in decoded.frames] == list(decoded.indices)
+
+
+def test_a_container_that_lost_its_index_still_gives_the_frames_named(
+    video_job: Job, make_video: Make, frame_number: Number
+) -> None:
+    whole = make_video(200, gop=10, container="matroska")
+    decoded = Decoded(whole[: len(whole) * 7 // 10], video_job())
+    got = [frame_number(frame) for frame in decoded.frames]
+    assert got == list(decoded.indices)
+    assert 100 < got[-1] < 180
+    assert "of 20.0 s exist" in decoded.head.notes[0]
+
+
+def track_job(sound: AudioJob, first: int, pieces: int) -> TrackJob:
+    return TrackJob(clip=1, sound=sound, first=first, pieces=pieces)
+
+
+def test_sound_comes_in_pieces_that_any_session_can_go_on_with(
+    video_job: Job, sound_job: Callable[..., AudioJob], make_video: Make
+) -> None:
     tone = (0.4 * np.sin(np.arange(24_000 * 12) * 440 * 2 * np.pi / 24_000)).astype(np.float32)
     data = make_video(120, sound=tone)
-    job = video_job()
-    small_pieces = video_job(
-        sound=job.sound.__class__(sampling_rate=24_000, piece_samples=24_000, max_audio_s=60)
-    )
-    decoded = Decoded(data, small_pieces)
-    assert decoded.clip.has_sound
-    total = np.concatenate([piece.samples for piece in decoded.sound])
+    assert plan_clip(data, video_job()).has_sound
+    sound = sound_job(piece_samples=24_000)
+    whole = list(ClipSession(data).pieces(track_job(sound, 0, 100)))
+    assert [last for _, last in whole] == [False] * (len(whole) - 1) + [True]
+    total = np.concatenate([samples for samples, _ in whole])
     assert len(total) / 24_000 == pytest.approx(12, abs=0.1)
-    assert [piece.last for piece in decoded.sound] == [False] * (len(decoded.sound) - 1) + [True]
-    parts = list(decode_video(data, small_pieces))
-    heard = 0.0
-    starts = [*decoded.clip.plan.timestamps[::2][1:], 12.0]
-    for part in parts:
-        if isinstance(part, SoundPiece):
-            heard += len(part.samples) / 24_000
-        elif isinstance(part, Unit):
-            assert heard >= starts.pop(0) - 0.1
-    assert not starts
+    one = ClipSession(data)
+    for first in range(0, len(whole), 3):
+        for session in (one, ClipSession(data)):
+            part = list(session.pieces(track_job(sound, first, 3)))
+            assert len(part) == min(3, len(whole) - first)
+            for (mine, last), (theirs, is_last) in zip(part, whole[first:], strict=False):
+                np.testing.assert_array_equal(mine, theirs)
+                assert last == is_last
 
 
 def test_sound_can_be_left_out(video_job: Job, make_video: Make) -> None:
     tone = np.zeros(24_000 * 2, np.float32)
-    decoded = Decoded(make_video(20, sound=tone), video_job(sound=None))
-    assert not decoded.clip.has_sound
-    assert decoded.sound == []
+    assert not plan_clip(make_video(20, sound=tone), video_job(sound=None)).has_sound
+    assert not plan_clip(make_video(20), video_job()).has_sound
 
 
 def test_huge_frames_come_reduced(video_job: Job, make_video: Make, frame_number: Number) -> None:
     data = make_video(20, size=(640, 480))
     decoded = Decoded(data, video_job(full_decode_pixels=100_000))
-    assert (decoded.clip.height, decoded.clip.width) == (96, 128)
-    assert [frame_number(frame) for frame in decoded.frames] == list(decoded.clip.plan.indices)
-    assert Decoded(data, video_job()).clip.height == 480
+    assert (decoded.head.height, decoded.head.width) == (96, 128)
+    assert [frame_number(frame) for frame in decoded.frames] == list(decoded.indices)
+    assert Decoded(data, video_job()).head.height == 480
 
 
 def test_limits_are_told(video_job: Job, make_video: Make) -> None:
     data = make_video(100)
     with pytest.raises(MediaError, match=r"video of 10\.0 s, limit 5 s"):
-        list(decode_video(data, video_job(max_video_s=5)))
+        plan_clip(data, video_job(max_video_s=5))
     with pytest.raises(MediaError, match="video of 160x96 pixels a frame, limit 100"):
-        list(decode_video(data, video_job(max_image_pixels=100)))
+        plan_clip(data, video_job(max_image_pixels=100))
     with pytest.raises(MediaError, match=r"video costs \d+ tokens, limit 3"):
-        list(decode_video(data, video_job(max_tokens=3)))
+        plan_clip(data, video_job(max_tokens=3))
 
 
 @pytest.mark.parametrize(
@@ -214,13 +329,13 @@ def test_limits_are_told(video_job: Job, make_video: Make) -> None:
 )
 def test_what_is_no_video_is_named(data: bytes, said: str, video_job: Job) -> None:
     with pytest.raises(MediaError, match=said):
-        list(decode_video(memoryview(data), video_job()))
+        plan_clip(memoryview(data), video_job())
 
 
 def test_sound_without_pictures_is_no_video(video_job: Job, make_sound: Make) -> None:
     data = make_sound(np.zeros((1, 8000), np.float32), 8000, "wav", "pcm_s16le")
     with pytest.raises(MediaError, match="no picture track"):
-        list(decode_video(data, video_job()))
+        plan_clip(data, video_job())
 
 
 COMPARED_BYTES = 400_000  # decoding all frames of the larger ones takes minutes on busy cores
@@ -235,16 +350,15 @@ def test_shared_videos_equal_an_independent_decode(shared_media: Path, video_job
         data = memoryview(file.read_bytes())
         if file.name in REFUSED:
             with pytest.raises(MediaError, match=REFUSED[file.name]):
-                list(decode_video(data, video_job()))
+                plan_clip(data, video_job())
             continue
         decoded = Decoded(data, video_job())
-        plan = decoded.clip.plan
-        assert len(decoded.frames) == len(plan.indices) >= 8, file.name
+        assert len(decoded.frames) == len(decoded.indices) >= 8, file.name
         if len(data) > COMPARED_BYTES:
             continue
-        frames, times = all_frames(data, plan.indices)
+        frames, times = all_frames(data, decoded.indices)
         wanted = sample_frames(times, fps=1, min_frames=8, max_frames=128)
-        assert plan.indices == wanted.indices, file.name
-        assert plan.timestamps == pytest.approx(wanted.timestamps, abs=0.002), file.name
-        for index, frame in zip(plan.indices, decoded.frames, strict=True):
+        assert decoded.indices == wanted.indices, file.name
+        assert decoded.head.timestamps == pytest.approx(wanted.timestamps, abs=0.002), file.name
+        for index, frame in zip(decoded.indices, decoded.frames, strict=True):
             np.testing.assert_array_equal(frame, frames[index], err_msg=f"{file.name} {index}")

@@ -8,15 +8,17 @@ import io
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import av
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
-from transom.encoder.decode_pool import DecodePool
+from transom.encoder.decode_pool import DecodePool, Decoding, Worker, WorkerEndedError
 from transom.encoder.media import wire
-from transom.errors import MediaError, TransomError
+from transom.errors import MediaError
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -24,10 +26,15 @@ IMAGE = wire.ImageJob(
     factor=32, min_pixels=9216, max_pixels=2**20, max_aspect_ratio=200, max_image_pixels=10**8,
     full_decode_pixels=10**8, max_tokens=10**6, background=(255, 255, 255), frame_index=0,
 )  # fmt: skip
-VIDEO = wire.VideoJob(
+PLAN = wire.VideoJob(
     factor=32, min_pixels=9216, max_pixels=16384, total_max_pixels=2**24, max_aspect_ratio=200,
     max_image_pixels=10**8, full_decode_pixels=10**8, max_tokens=10**6, fps=30, min_frames=8,
     max_frames=2000, temporal_patch=2, max_video_s=3600, threads=1, sound=None,
+)  # fmt: skip
+# All 300 frames of the clip below, found by their numbers.
+VIDEO = wire.SliceJob(
+    clip=1, first=0, goals=tuple(range(300)), keys=(0,) * 300, begin=0, stop=300, end=None,
+    height=240, width=320, temporal_patch=2, timed=False, can_jump=False, frame_ticks=1, threads=1,
 )  # fmt: skip
 
 
@@ -83,6 +90,14 @@ async def collect(
     return replies
 
 
+async def take(parts: Decoding) -> wire.Reply:
+    """Take one part and let go of its data."""
+    reply, fd = await anext(parts)
+    if fd is not None:
+        os.close(fd)
+    return reply
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -102,7 +117,7 @@ async def test_good_and_bad_items_side_by_side(clip_file: wire.MemoryFile) -> No
     async with running(workers=3) as pool:
         before = open_descriptors()
         jobs = [collect(pool, IMAGE, garbage if number % 2 else good) for number in range(60)]
-        jobs += [collect(pool, VIDEO, clip_file), collect(pool, VIDEO, garbage)]
+        jobs += [collect(pool, VIDEO, clip_file), collect(pool, PLAN, garbage)]
         results = await asyncio.gather(*jobs, return_exceptions=True)
         assert all(isinstance(result, list) for result in results[0:60:2])
         assert all(isinstance(result, MediaError) for result in results[1:60:2])
@@ -149,7 +164,7 @@ async def test_a_worker_killed_from_outside_in_the_middle_fails_its_item(clip_fi
         async def kill() -> None:
             os.kill(pool.pids[0], signal.SIGKILL)
 
-        with pytest.raises(TransomError, match="ended from outside") as caught:
+        with pytest.raises(WorkerEndedError, match="ended from outside") as caught:
             await collect(pool, VIDEO, clip_file, kill)
         assert caught.value.status == 500
         assert len(await collect(pool, IMAGE, picture_file())) == 1
@@ -184,7 +199,8 @@ async def test_a_job_given_up_frees_its_worker(clip_file: wire.MemoryFile) -> No
         for _ in range(3):
             async with pool.decode(VIDEO, clip_file) as parts:
                 _, fd = await anext(parts)
-                assert fd is None
+                assert fd is not None
+                os.close(fd)
         assert len(await collect(pool, IMAGE, file)) == 1
         assert pool.crashes == 0
         assert open_descriptors() == before
@@ -192,7 +208,7 @@ async def test_a_job_given_up_frees_its_worker(clip_file: wire.MemoryFile) -> No
 
 async def test_long_jobs_leave_a_worker_to_pictures(clip_file: wire.MemoryFile) -> None:
     async with running(workers=2) as pool, pool.decode(VIDEO, clip_file) as first:
-        await anext(first)
+        await take(first)
         second = asyncio.create_task(collect(pool, VIDEO, clip_file))
         await asyncio.sleep(0)
         assert len(await collect(pool, IMAGE, picture_file())) == 1
@@ -204,10 +220,64 @@ async def test_long_jobs_leave_a_worker_to_pictures(clip_file: wire.MemoryFile) 
 async def test_waiting_for_a_worker_can_be_given_up(clip_file: wire.MemoryFile) -> None:
     async with running(workers=1) as pool:
         async with pool.decode(VIDEO, clip_file) as parts:
-            await anext(parts)
+            await take(parts)
             waiting = [asyncio.create_task(collect(pool, IMAGE, picture_file())) for _ in range(4)]
             await asyncio.sleep(0)
             for task in waiting[::2]:
                 task.cancel()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [isinstance(result, list) for result in results] == [False, True, False, True]
+
+
+async def test_a_worker_that_is_insisted_on_is_waited_for_and_replaced_when_it_dies(
+    clip_file: wire.MemoryFile,
+) -> None:
+    async with running(workers=3) as pool:
+        async with pool.decode(VIDEO, clip_file) as first:
+            await take(first)
+            own = first.worker
+            assert own is not None
+            waiting = asyncio.create_task(take_from(pool, clip_file, own))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(await collect(pool, IMAGE, picture_file())) == 1  # others are free meanwhile
+            assert not waiting.done()
+        assert await waiting is own
+        async with pool.decode(VIDEO, clip_file) as again:
+            await take(again)
+            assert again.worker is not None
+            waiting = asyncio.create_task(take_from(pool, clip_file, again.worker))
+            await asyncio.sleep(0)
+            again.worker.process.kill()
+            with pytest.raises(WorkerEndedError):
+                await exhaust(again)
+        assert await waiting is not again.worker
+
+
+async def exhaust(parts: Decoding) -> None:
+    async for _, fd in parts:
+        if fd is not None:
+            os.close(fd)
+
+
+async def take_from(pool: DecodePool, file: wire.MemoryFile, near: Worker) -> Worker | None:
+    async with pool.decode(VIDEO, file, near=near, insist=True) as parts:
+        await take(parts)
+    return parts.worker
+
+
+async def test_a_worker_forgets_clips_that_are_over(clip_file: wire.MemoryFile) -> None:
+    def mappings(pid: int) -> int:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="ascii").splitlines()
+        return sum("memfd:transom-media" in line for line in lines)
+
+    async with running(workers=1) as pool:
+        pid = pool.pids[0]
+        for clip in range(3):
+            await collect(pool, msgspec.structs.replace(VIDEO, clip=clip, stop=4), clip_file)
+        assert mappings(pid) == 3
+        for clip in range(3):
+            pool.forget(clip)
+        await collect(pool, IMAGE, picture_file())
+        await collect(pool, IMAGE, picture_file())
+        assert mappings(pid) <= 1  # the last picture's

@@ -172,7 +172,9 @@ async def fetched(url: str, **changes: Any) -> bytes:
     fetcher = Fetcher(dataclasses.replace(LOCAL, **changes))
     await fetcher.start()
     try:
-        return bytes(await fetcher.fetch(url))
+        result = await fetcher.fetch(url)
+        assert result is not None
+        return bytes(result.data)
     finally:
         await fetcher.close()
 
@@ -351,9 +353,9 @@ async def test_slow_hosts_do_not_wait_for_each_other(origin: Origin) -> None:
     origin.handler = slow
     fetcher = Fetcher(LOCAL)
     await fetcher.start()
-    bodies = await asyncio.gather(*(fetcher.fetch(f"{origin.base}/{n}") for n in range(4)))
+    results = await asyncio.gather(*(fetcher.fetch(f"{origin.base}/{n}") for n in range(4)))
     await fetcher.close()
-    assert [bytes(body) for body in bodies] == [BODY] * 4
+    assert [bytes(result.data) for result in results if result is not None] == [BODY] * 4
 
 
 @pytest.mark.parametrize(
