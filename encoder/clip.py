@@ -27,6 +27,9 @@ from transom.messages import MediaOptions
 if TYPE_CHECKING:
     from transom.encoder.pipeline import Pipeline
 
+# A clip of this many units sends its first embeddings before anything but its beginning is decoded.
+_LONG_UNITS = 40
+_BEGINNING = 1 / 20
 # Pieces of sound in one job: a piece is a segment of the audio path, a minute as a rule.
 _PIECES = 2
 _numbers = itertools.count()
@@ -93,6 +96,8 @@ class Clip:
         self._furthest = 0  # the last unit that a decoder was sent for
         self._longest = 0  # slices of a run
         self._ahead = 0
+        self._begins_alone = False
+        self._published = False
         self._retried = False
         self._sound_notes: tuple[str, ...] = ()
         self._changed = Signal()
@@ -126,11 +131,15 @@ class Clip:
         patch = self._job.temporal_patch
         self._planned = video_units(head.timestamps, patch, per_s if head.has_sound else None)
         self._track.ended = not head.has_sound
+        window = self._pipeline.config.unit_window
+        self._begins_alone = len(self._planned) >= _LONG_UNITS
+        beginning = min(window, int(len(self._planned) * _BEGINNING)) if self._begins_alone else window
         numbers = itertools.count()
         runs: list[tuple[wire.RunPlan, list[_Slice]]] = []
         for run in head.runs:
             slices = []
-            for begin, stop in cutting.slices(len(run.goals), self._pipeline.config.unit_window, patch):
+            first = window if runs else beginning
+            for begin, stop in cutting.slices(len(run.goals), window, patch, first_units=first):
                 units = range((run.first + begin) // patch, -(-(run.first + stop) // patch))
                 slices.append(_Slice(next(numbers), begin, stop, units))
                 self._slice_of += [slices[-1].number] * len(units)
@@ -162,6 +171,8 @@ class Clip:
 
     def _may_decode(self, which: _Slice) -> bool:
         """Whether a slice is near enough to what leaves next: the bound on rows that wait."""
+        if self._begins_alone and which.number and not self._published:
+            return False
         return which.number < self._slice_of[min(self._next_unit, len(self._slice_of) - 1)] + self._ahead
 
     def _slice_job(self, head: wire.ClipHead, run: wire.RunPlan, which: _Slice) -> wire.SliceJob:
@@ -259,8 +270,10 @@ class Clip:
                 empty = rows[0][:0]
             elif empty is None:
                 raise MediaError("video has no frame that can be decoded")
-            if self._encoding.size_bytes == 0:
+            if not self._published:
                 self._pipeline.metrics.first_chunk(self._units_seen / len(self._planned))
+                self._published = True
+                self._changed.set()
             joined = np.concatenate(rows or [empty])
             await self._encoding.publish(Chunk(tokens, joined, audio_rows, last))
             tokens = []

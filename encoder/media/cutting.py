@@ -34,7 +34,10 @@ def cut(goals: Sequence[int], keyframes: Sequence[int], temporal_patch: int) -> 
     return runs
 
 
-def slices(goals_len: int, slice_units: int, temporal_patch: int) -> list[tuple[int, int]]:
+def slices(
+    goals_len: int, slice_units: int, temporal_patch: int, *, first_units: int | None = None
+) -> list[tuple[int, int]]:
     """Return (begin, stop) of what is decoded in one go of a run of so many goals."""
-    size = slice_units * temporal_patch
-    return [(begin, min(begin + size, goals_len)) for begin in range(0, goals_len, size)]
+    first = (slice_units if first_units is None else first_units) * temporal_patch
+    begins = [0, *range(first, goals_len, slice_units * temporal_patch)]
+    return list(zip(begins, [*begins[1:], goals_len], strict=True))

@@ -1,0 +1,76 @@
+"""A clip of an hour: its first embeddings leave before a tenth of it is decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import av
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+SIDE = 64
+HOUR_S = 3600
+
+
+@pytest.fixture(scope="module")
+def hour() -> bytes:
+    """An hour at one frame a second with a keyframe a minute."""
+    return clip_of(HOUR_S)
+
+
+def clip_of(seconds: int) -> bytes:
+    target = f"/dev/shm/transom-test-{os.getpid()}.mp4"
+    try:
+        with av.open(target, "w") as output:
+            stream = output.add_stream("mpeg4", rate=1, options={"g": "60"})
+            stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+            pixels = np.zeros((SIDE, SIDE, 3), np.uint8)
+            for number in range(seconds):
+                pixels[:] = number % 250
+                output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            output.mux(stream.encode(None))
+        return Path(target).read_bytes()
+    finally:
+        Path(target).unlink(missing_ok=True)
+
+
+async def metric(client: Any, name: str) -> float:
+    async with aiohttp.ClientSession() as http, http.get(f"{client.line['http']}/metrics") as response:
+        text = await response.text()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+async def test_the_first_embeddings_of_an_hour_leave_early_and_all_of_them_come(
+    client: Any, hour: bytes
+) -> None:
+    result = client.send("hour", "video", hour)
+    await client.wait(result)
+    assert result.error is None
+    assert result.chunks > 1
+    units = await metric(client, "transom_encoder_video_units_total")
+    assert units == 64  # of the demo model's 128 frames
+    name = "transom_encoder_first_chunk_decoded_ratio"
+    assert await metric(client, f"{name}_count") == 1
+    assert await metric(client, f'{name}_bucket{{le="0.1"}}') == 1
+    assert result.rows[0].shape[0] <= len(result.embedding) * 0.1
+
+
+async def test_a_clip_given_up_after_its_first_embeddings_is_decoded_no_further(
+    client: Any, hour: bytes
+) -> None:
+    before = await metric(client, "transom_encoder_video_units_total")
+    result = client.send("given-up", "video", hour, max_pixels=8192)
+    async with asyncio.timeout(60):
+        await result.first.wait()
+    client.abort("given-up")
+    await client.settled()
+    assert await metric(client, "transom_encoder_video_units_total") - before < 64
+    assert not result.complete
