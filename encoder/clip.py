@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,7 +156,7 @@ class Clip:
         worker: Worker | None = None
         for run, slices in self._runs:
             for which in slices:
-                await self._changed.until(lambda which=which: self._may_decode(which))
+                await self._changed.until(partial(self._may_decode, which))
                 self._furthest = max(self._furthest, which.units[-1])
                 self._changed.set()
                 job = self._slice_job(head, run, which)

@@ -175,7 +175,7 @@ class DecodePool:
 
     async def _wait(self, near: Worker | None = None, *, insist: bool = False) -> Worker:
         """Take a worker: `near` if it is idle or, while it lives, if one insists."""
-        if near in self._idle:
+        if near is not None and near in self._idle:
             self._idle.remove(near)
             return near
         insist = insist and near in self._all

@@ -14,7 +14,7 @@ _MOST_CHUNKS = 64
 
 def wav_length_s(data: memoryview) -> float | None:
     """Return the seconds that the header of a RIFF WAVE file claims, or None when it claims nothing."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+    if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
         return None
     position, byte_rate = 12, 0
     for _ in range(_MOST_CHUNKS):

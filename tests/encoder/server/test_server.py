@@ -250,7 +250,8 @@ async def test_decode_workers_killed_in_the_middle_cost_a_clip_nothing(
     result = client.send("killed", "video", data, fps=24.0)
     async with asyncio.timeout(60):
         await result.first.wait()
-    before = set(children(encoder["pid"]))
+    before = {pid for pid in children(encoder["pid"]) if b"media.worker" in command_line(pid)}
+    assert len(before) == 2
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     await client.wait(result)
@@ -295,8 +296,12 @@ async def test_a_lost_prefill_frees_its_items(
     assert load["items"] == 0
 
 
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def children(pid: int) -> list[int]:
-    """Process ids of the decode workers of an encoder."""
+    """Process ids of the decode workers and ranks of an encoder."""
     path = Path(f"/proc/{pid}/task")
     return [int(c) for task in path.iterdir() for c in (task / "children").read_text().split()]
 
