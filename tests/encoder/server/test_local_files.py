@@ -166,7 +166,9 @@ async def test_no_file_is_read_by_default_nor_after_a_redirect(folder: Path) -> 
     fetcher = Fetcher(FetchLimits.of(config))
     await fetcher.start()
     try:
-        assert await fetcher.fetch(url) == b"picture"
+        result = await fetcher.fetch(url)
+        assert result is not None
+        assert result.data == b"picture"
         with pytest.raises(MediaError, match="scheme 'file' is not allowed"):
             await fetcher.fetch(f"http://127.0.0.1:{runner.addresses[0][1]}/")
     finally:
