@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
@@ -58,7 +59,15 @@ T = TypeVar("T")
 _MB = 1024 * 1024
 _ABORTS_KEPT = 10_000
 _ABORT_MEMORY_S = 60.0
+_DESCRIPTORS = 65_536
 _SHUTDOWN = "the encoder is shutting down"
+
+
+def _allow_descriptors() -> None:
+    """Let the process have as many descriptors as it may: each waiting item and piece holds one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 @dataclass(eq=False)
@@ -112,6 +121,7 @@ class EncoderStage(Stage):
         """Start the decode workers and the ranks, side by side."""
         config = self._config
         self._transport = transport
+        _allow_descriptors()
         self._pool = DecodePool(
             workers=config.decode_workers,
             timeout_s=config.decode_timeout_s,
@@ -413,15 +423,18 @@ class EncoderStage(Stage):
     async def drain(self) -> None:
         """Refuse new items; return when none is left."""
         self._draining = True
-        await self._announcer.leave()
+        await self._leave()
         while self._background:
             await asyncio.wait(list(self._background))
+
+    async def _leave(self) -> None:
+        if hasattr(self, "_announcer"):
+            await self._announcer.leave()
 
     async def close(self) -> None:
         """End all work, threads and processes."""
         self._draining = True
-        if hasattr(self, "_announcer"):
-            await self._announcer.leave()
+        await self._leave()
         tasks = list(self._background)
         for task in tasks:
             task.cancel()

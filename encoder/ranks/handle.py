@@ -32,6 +32,7 @@ class RankProcess:
         start: wire.Start,
         *,
         log_level: str,
+        log_json: bool,
         on_answer: Callable[[wire.Answer, int | None], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -39,7 +40,7 @@ class RankProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "transom.encoder.ranks.process"]
-            arguments = [str(theirs.fileno()), str(os.getpid()), log_level]
+            arguments = [str(theirs.fileno()), str(os.getpid()), log_level, "json" if log_json else "text"]
             # Torch reads these at import; ranks that share cores must not spin on each other's.
             environment = os.environ | (dict.fromkeys(_POOLS, str(start.threads)) if start.threads else {})
             self.process = subprocess.Popen(

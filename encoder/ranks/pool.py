@@ -108,6 +108,7 @@ class Ranks:
                 threads=self._threads[seat.index],
             ),
             log_level=config.log_level,
+            log_json=config.log_json,
             on_answer=lambda answer, fd: self._answer(seat, answer, fd),
             on_end=lambda: self._spawn(self._bury(seat)),
         )

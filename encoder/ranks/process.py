@@ -176,9 +176,9 @@ def _confine(parent: int) -> bool:
 
 
 def main() -> int:
-    """Entry of the process: descriptor of the socket, pid of the front, log level."""
+    """Entry of the process: descriptor of the socket, pid of the front, log level, text or json."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    setup_logging("rank", level=sys.argv[3])
+    setup_logging("rank", level=sys.argv[3], json=sys.argv[4] == "json")
     if not _confine(parent):
         return 0
     sock = socket.socket(fileno=descriptor)

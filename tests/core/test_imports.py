@@ -152,6 +152,7 @@ def loaded_by(code: str) -> set[str]:
         "import transom.gateway.server",
         "from transom.cli import build_parser; build_parser()",
         "import transom.stage, transom.transport, transom.client, transom.supervisor",
+        "import transom.encoder.server, transom.encoder.media.worker",
     ],
 )
 def test_torch_stays_unloaded(code: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import Script, ScriptedFleet, ScriptedWorker
 from tests.gateway.test_chat import PIXEL, user
-from transom.errors import ErrorInfo
+from transom.errors import ErrorInfo, OverloadedError
 from transom.messages import Abort, EncodeJob, KVHandoff, PrefillJob, TokenChunk, TokenLogprob
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -176,6 +176,21 @@ async def test_the_deadline_ends_a_request_everywhere(start_fleet: FleetFactory)
         async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY | {"timeout": 9}) as response:
             assert (await response.json())["error"]["param"] == "timeout"
     await until_idle(fleet)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_encoders_full_queue_tells_the_client_when_to_come_back(
+    fleet: ScriptedFleet, stream: bool
+) -> None:
+    full = OverloadedError("encoder queue is full (4 items)", retry_after_s=1)
+    fleet.script = Script(encode_error=full.info())
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE | {"stream": stream}) as response,
+    ):
+        assert (response.status, response.headers["Retry-After"]) == (429, "1")
+        error = (await response.json())["error"]
+        assert (error["type"], error["message"]) == ("rate_limit_error", full.message)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from transom.cli import main
+from transom.messages import Join
+from transom.transport import Transport
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -157,6 +159,24 @@ async def test_all_ranks_and_decoders_killed_at_once(duo: Any, make_picture: Mak
     load = await duo.settled()
     assert (load["items"], load["media_bytes"]) == (0, 0)
     assert len(decoders(duo.line)) == 2
+
+
+async def test_a_decoder_that_segfaults_fails_its_item_alone(
+    duo: Any, make_clip: Make, make_picture: Make
+) -> None:
+    film = duo.send("film", "video", make_clip(3000, fps=25), fps=24.0)
+    done = send_all(duo, "beside", [make_picture(250 + n) for n in range(4)])
+    async with asyncio.timeout(60):
+        await film.first.wait()
+        await duo.wait(*done)
+    for pid in decoders(duo.line):
+        os.kill(pid, signal.SIGSEGV)
+    after = send_all(duo, "behind", [make_picture(260 + n) for n in range(8)])
+    await duo.wait(film, *after)
+    assert (film.error.status, film.error.code) == (400, "invalid_media")
+    assert "crashed on this item (SIGSEGV)" in film.error.message
+    assert [result.error for result in (*done, *after)] == [None] * 12
+    assert (await duo.settled())["items"] == 0
 
 
 async def test_a_lone_item_whose_rank_crashes_is_refused_and_not_tried_again(
@@ -322,10 +342,16 @@ async def test_the_timeline_shows_that_stages_overlap(
     assert spans == {"decode", "preprocess", "batch", "forward", "send"}
 
 
-async def test_sigterm_lets_running_items_finish(
+async def test_it_announces_itself_and_at_sigterm_says_goodbye_and_finishes(
     encoder_process: Start, new_client: Any, make_picture: Make
 ) -> None:
-    process, line = await asyncio.to_thread(encoder_process, "--ranks", "2", "--drain-timeout-s", "30")
+    gateway = Transport()
+    address = await gateway.start()
+    process, line = await asyncio.to_thread(
+        encoder_process, "--ranks", "2", "--drain-timeout-s", "30", "--announce-to", address
+    )
+    async with asyncio.timeout(30):
+        assert (await gateway.recv()).message == Join(address=line["inbox"])
     pids = ranks(line) + decoders(line)
     async with new_client(line) as client:
         results = send_all(client, "drain", [make_picture(800 + n, 320, 240) for n in range(20)])
@@ -334,5 +360,10 @@ async def test_sigterm_lets_running_items_finish(
         process.terminate()
         await client.wait(*results)
         assert all(result.error is None for result in results)
+        async with asyncio.timeout(30):
+            while not (goodbye := (await gateway.recv()).message).leaving:
+                assert goodbye == Join(address=line["inbox"])
+    assert goodbye == Join(address=line["inbox"], leaving=True)
     assert await asyncio.to_thread(process.wait) == 0
     assert not set(map(str, pids)) & set(os.listdir("/proc"))
+    await gateway.close()
