@@ -16,6 +16,7 @@ from transom import __version__
 from transom.gateway.api_answers import ErrorBody
 from transom.gateway.endpoints import ENDPOINTS, Endpoint
 from transom.gateway.parse_generation import UNSUPPORTED
+from transom.gateway.quota import LIMIT_HEADERS
 from transom.gateway.schema import Limits
 
 _REF = "#/components/schemas/{name}"
@@ -117,10 +118,15 @@ def _responses(endpoint: Endpoint, keys: bool) -> dict[str, Any]:
             f"Lines of `data: ` with a {endpoint.events.__name__} or an ErrorBody each, then `data: [DONE]`."
         )
         content["text/event-stream"] = {"schema": {"type": "string", "description": lines}}
-    responses = {
+    responses: dict[str, Any] = {
         str(status): {"description": HTTPStatus(status).phrase, "content": content}
         for status in (200, *endpoint.answer_also)
     }
+    if endpoint.body is not None:
+        responses["200"]["headers"] = {
+            name: {"description": "where the API key has limits", "schema": {"type": "string"}}
+            for name in LIMIT_HEADERS
+        }
     statuses = endpoint.errors if endpoint.open or not keys else (*endpoint.errors, 401)
     for status in sorted(statuses):
         responses[str(status)] = _error(status)

@@ -25,6 +25,10 @@ def picture(colour: str, shape: str) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "image": picture("red", "circle"),
+    "video": {
+        "type": "video_url",
+        "video_url": {"url": media.data_url(media.moving_circle("left", seconds=2), "video/mp4")},
+    },
     "audio": {
         "type": "audio_url",
         "audio_url": {"url": media.data_url(media.sample("spoken_7_jackson.wav"), "audio/wav")},
