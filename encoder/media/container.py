@@ -15,7 +15,7 @@ import av.error
 import av.logging
 from av.stream import Discard
 
-from transom.encoder.media.sniff import describe
+from transom.encoder.media.sniff import describe, is_no_clip
 from transom.errors import MediaError
 
 # Playlist, concatenation, image-sequence and network demuxers are left out: they open what the file names.
@@ -89,9 +89,10 @@ def open_container(data: memoryview, what: str) -> Iterator[Any]:
     except MemoryError:
         raise MediaError(f"{what} needs more memory to decode than a decoder may use") from None
     except (av.error.FFmpegError, ValueError, OSError) as error:
-        raise MediaError(
-            f"{what} can't be opened ({reason(error)}): the bytes look like {describe(data)}"
-        ) from None
+        found = describe(data)
+        if is_no_clip(found):
+            raise MediaError(f"this is no {what}: the bytes look like {found}") from None
+        raise MediaError(f"{what} can't be opened ({reason(error)}): the bytes look like {found}") from None
     try:
         yield container
     finally:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 _HEAD_BYTES = 512
 _PICTURES = ("a JPEG picture", "a PNG picture", "a GIF picture", "a WebP picture")
+_NEITHER_SOUND_NOR_VIDEO = (
+    *_PICTURES, "HEIC", "an HTML page", "XML or SVG", "a PDF", "a playlist", "a Photoshop file",
+    "a ZIP archive", "gzip data", "JSON", "text",
+)  # fmt: skip
+
+
+def is_no_clip(words: str) -> bool:
+    """Whether what `describe` returned can be neither sound nor video, damaged or not."""
+    return words in _NEITHER_SOUND_NOR_VIDEO
 
 
 def describe_unreadable_picture(data: memoryview) -> str:

@@ -103,7 +103,7 @@ def test_pieces_join_to_the_same_samples(rate: int, sound_job: Job) -> None:
     [
         (b"", "empty"),
         (b"<html>", "an HTML page"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(600), "look like a PNG picture"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(600), "this is no audio: the bytes look like a PNG picture"),
         (b"\0" * 5000, "can't be opened"),
         (b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile:///etc/passwd\n", "a playlist"),
         (b"ffconcat version 1.0\nfile '/etc/passwd'\n", "text"),
