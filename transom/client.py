@@ -36,8 +36,12 @@ class Answer:
     text: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    ttft_s: float | None = None
+    arrivals_s: list[float] = field(default_factory=list)  # of each piece of text
     e2e_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.arrivals_s[0] if self.arrivals_s else None
 
 
 def media_part(path: str | Path, modality: Modality) -> dict[str, Any]:
@@ -92,18 +96,18 @@ class ChatClient:
         return names
 
     async def stream(self, body: dict[str, Any], answer: Answer) -> AsyncIterator[str]:
-        """Send a chat request; yield pieces of text as they arrive and fill `answer` meanwhile."""
+        """Send a chat, or a completion if it has a prompt; yield text as it arrives and fill `answer`."""
+        route = "completions" if "prompt" in body else "chat/completions"
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         begin = time.perf_counter()
         try:
-            async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            async with self._session.post(f"{self._url}/v1/{route}", json=body) as response:
                 if response.status != 200:
                     await _body(response)
                 async for event in _events(response):
                     piece = _take(event, answer)
                     if piece:
-                        if answer.ttft_s is None:
-                            answer.ttft_s = time.perf_counter() - begin
+                        answer.arrivals_s.append(time.perf_counter() - begin)
                         answer.text += piece
                         yield piece
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -133,7 +137,7 @@ def _take(event: dict[str, Any], answer: Answer) -> str:
         answer.usage = event["usage"]
     for choice in event.get("choices", ()):
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        return str(choice.get("delta", {}).get("content") or "")
+        return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
     return ""
 
 
