@@ -23,8 +23,8 @@ transformers = pytest.importorskip("transformers", reason="the baseline is trans
 
 def load(**changes: Any) -> serve_load.Load:
     fields: dict[str, Any] = {
-        "requests": 6, "concurrency": 3, "rate": 0.0, "prompt_lens": (20, 30), "shared_len": 8, "output_len": 4,
-        "mix": {"text": 1.0}, "token_ids": (10, 60), "rounds": 2, "seed": 5, "model": "",
+        "requests": 6, "concurrency": 3, "rate": 0.0, "prompt_lens": (20, 30), "shared_len": 8,
+        "output_len": 4, "mix": {"text": 1.0}, "token_ids": (10, 60), "rounds": 2, "seed": 5, "model": "",
     }  # fmt: skip
     return serve_load.Load(**fields | changes)
 
