@@ -55,7 +55,7 @@ def draw_round(load: Load, number: int, model: str) -> list[tuple[str, dict[str,
             own = load.prompt_lens[index % len(load.prompt_lens)] - load.shared_len
             body |= {"prompt": shared + [rng.randrange(low, high) for _ in range(own)], "ignore_eos": True}
         else:
-            part = make_part(kind, (load.seed, number, index))
+            part = make_part(kind, (load.seed, 1_000_000 * number + index))
             body["messages"] = [{"role": "user", "content": [part, {"type": "text", "text": _QUESTION}]}]
         bodies.append((kind, body))
     return bodies

@@ -31,7 +31,7 @@ class _Waiting:
     tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
 
 
-class _Tell(StoppingCriteria):  # type: ignore[misc]
+class _Tell(StoppingCriteria):
     """Called by generate after each token: passes it on and never stops the batch."""
 
     def __init__(self, batch: list[_Waiting], loop: asyncio.AbstractEventLoop) -> None:
@@ -51,7 +51,8 @@ class StaticBatches:
     """One model; batches of at most `size` prompts run one after the other in a thread."""
 
     def __init__(self, folder: str, size: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model.eval()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._size = size
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
