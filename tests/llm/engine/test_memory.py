@@ -10,7 +10,7 @@ import torch
 
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import POLICIES
-from transom.llm.request import Extend, Start
+from transom.llm.request import Drop, Extend, Start
 from transom.llm.runner import Step
 from transom.llm.sampler import Draw
 
@@ -116,3 +116,44 @@ def test_prompts_of_all_kinds_in_one_tiny_pool(
                 steps = 1 if i == 3 else 9
                 assert_greedy(harness.tokens[f"{round} {i}"], model, [*head, *prompt_of(9 + 7 * i, i)], steps)
             harness.assert_nothing_left()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_clients_that_leave_while_retracted_leave_nothing(
+    model: MiMoV2ForCausalLM, make_harness: Make, cached: bool
+) -> None:
+    """B097, B099: the KV in host memory goes with its request, at whatever step that ends."""
+    for after in range(4, 40, 3):
+        harness = make_harness(model, full=24, swa=24, cached=cached)
+        for i in range(4):
+            harness.submit(f"r{i}", prompt_of(20, i), max_tokens=40)
+        for _ in range(after):
+            harness.engine.step()
+        retracted = harness.engine.load()["retracted_bytes"]
+        for i in range(4):
+            harness.engine.submit(Drop(f"r{i}"))
+        harness.run()
+        assert harness.engine.load()["retracted_bytes"] == 0
+        harness.assert_nothing_left()
+        if after > 30:
+            assert retracted > 0
+
+
+def test_what_was_handed_over_is_a_copy(
+    model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
+) -> None:
+    """B101: the pages of a request whose KV is still on its way serve others without harm to it."""
+    prefill, decode = make_harness(model, full=14, swa=14, cached=True), make_harness(model)
+    prompt = prompt_of(40)
+    prefill.submit("a", prompt, hands_off=True, max_tokens=20)
+    prefill.run()
+    handed = prefill.prefilled["a"]
+    before = [tensor.clone() for tensor in handed.host_kv.tensors]
+    for i in range(3):
+        prefill.submit(f"other {i}", prompt_of(45, i + 1), hands_off=True)
+        prefill.run()
+    assert all(torch.equal(now, then) for now, then in zip(handed.host_kv.tensors, before, strict=True))
+    decode.prefilled_elsewhere = frozenset({"a"})
+    decode.submit("a", prompt, output_ids=[handed.first_token], host_kv=handed.host_kv, max_tokens=20)
+    decode.run()
+    assert_greedy([handed.first_token, *decode.tokens["a"]], model, prompt, 20)

@@ -118,7 +118,7 @@ def test_a_shared_system_prompt(model: MiMoV2ForCausalLM, make_harness: Make, as
 def test_turns_with_the_answers_in_the_history(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
-    """Answers are not computed again, but for their last token, which was never fed in."""
+    """B083: answers are not computed again, but for their last token, which was never fed in."""
     harness = make_harness(model, batch_tokens=16, cached=True)
     prompt = prompt_of(22)
     stored = 0
@@ -234,6 +234,7 @@ def test_text_runs_before_its_picture_comes_and_is_not_lost(
 def test_without_a_content_key_nothing_is_cached(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
+    """B040: plain placeholders would match those of any other picture."""
     pictures = Pictures(make_harness(model, cached=True))
     for name, seed in (("a", 1), ("b", 2)):
         assert pictures.serve(name, rows_of(seed), "") <= 8
