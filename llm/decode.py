@@ -136,11 +136,11 @@ class DecodeStage(LlmStage):
             )
 
     def _grant_what_fits(self) -> None:
-        """Promise host memory in the order of asking. Retracted KV counts too, but is never refused."""
+        """Promise host memory by priority, then age. Retracted KV counts too, but is never refused."""
         limit = self.config.host_reserve_gb * GB
         used = self._promised_bytes + self.engine.load()["retracted_bytes"]
         while self._queue:
-            request_id, job = next(iter(self._queue.items()))
+            request_id, job = max(self._queue.items(), key=lambda item: item[1].reserve.priority)
             if used and used + job.host_bytes > limit:
                 return
             self._unqueue(request_id)

@@ -250,6 +250,7 @@ class PrefillStage(LlmStage):
                 prefill=self.transport.address,
                 gateway=own.job.gateway,
                 deadline_s=own.job.deadline_s,
+                priority=own.job.priority,
             )
             self._transfer.reserve(reserve, own.job.decode)
 

@@ -181,6 +181,7 @@ class KVReserve(msgspec.Struct, frozen=True, kw_only=True, tag="kv_reserve"):
     prefill: str
     gateway: str
     deadline_s: float
+    priority: int = 0
 
 
 class KVGrant(msgspec.Struct, frozen=True, kw_only=True, tag="kv_grant"):

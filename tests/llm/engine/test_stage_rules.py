@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -215,13 +216,27 @@ async def test_prefill_waits_while_too_much_kv_waits_for_decode(checkpoint: Path
 async def test_a_grant_before_the_first_token(checkpoint: Path) -> None:
     async with opened(prefill_stage(checkpoint)) as bench:
         gateway, decode = await bench.peer(), await bench.peer()
-        gateway.say(job("a", gateway, decode, TextPart([1] * 3000)))
-        await decode.expect(KVReserve, "a")
+        gateway.say(msgspec.structs.replace(job("a", gateway, decode, TextPart([1] * 3003)), priority=7))
+        reserved = await decode.expect(KVReserve, "a")
         decode.say(KVGrant(request_id="a"))
         handoff = await decode.expect(KVHandoff, "a")
+        assert reserved.priority == handoff.priority == 7
+        assert (handoff.return_from, handoff.return_page) == (3000, 4)
+        assert handoff.return_to == reserved.prefill
         first = await gateway.expect(TokenChunk, "a")
         assert first.token_ids == [handoff.first_token]
         await bench.until(lambda: bench.stage.load()["jobs"] == 0)
+
+
+async def test_decode_grants_by_priority(checkpoint: Path) -> None:
+    async with opened(decode_stage(checkpoint, host_reserve_gb=0.001, max_waiting_tokens=90_000)) as bench:
+        gateway, prefill = await bench.peer(), await bench.peer()
+        for name, priority in (("first", 0), ("low", 0), ("high", 1)):
+            prefill.say(reserve(name, prefill, gateway, 4000, priority=priority))
+        await prefill.expect(KVGrant, "first")
+        prefill.say(Abort(request_id="first", reason="test"))
+        await prefill.expect(KVGrant, "high")
+        assert not prefill.has(KVGrant, "low")
 
 
 def reserve(name: str, prefill: Peer, gateway: Peer, prompt_len: int, **fields: Any) -> KVReserve:
