@@ -258,6 +258,10 @@ class Dispatcher:
             self._table.remove(live)
             live.close(self.abort)
 
+    def worker_name(self, address: str) -> str:
+        """Return what clients see instead of a worker's address."""
+        return self._fleet.name(address)
+
     def abort(self, address: str, message: Abort) -> None:
         """Tell a worker to drop a request. A lost worker needs no telling."""
         try:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from transom.gateway.prepare import Model
 from transom.gateway.schema import Limits, MediaItem
 from transom.gateway.telemetry import Telemetry
 from transom.gateway.timeline import Timeline
+from transom.gateway.trace import gateway_spans, item_spans, media_item
 from transom.messages import EncodeDone
 
 _MB = 1024 * 1024
@@ -87,18 +89,21 @@ class MediaEmbeddings:
         timeline = Timeline()
         caller = api_key().caller
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.telemetry.request(request.headers, request.path, timeline))
+            observed = stack.enter_context(self.telemetry.request(request.headers, request.path, timeline))
             stack.enter_context(self.metrics.request("media_embedding", timeline))
             if self.is_draining():
                 raise UnavailableError("the gateway is shutting down", retry_after_s=5)
             with self.admission.buffer(caller) as grow:
                 body = await self.read_body(request, grow)
+                timeline.mark("body")
                 parsed = await asyncio.to_thread(parse_embedding, body, self.model.limits)
                 name = self.check_model(parsed.model)
                 one = parsed.attachment
                 self._check_modality(one.item)
+                timeline.mark("parse")
                 timeout_s = parsed.timeout_s or self.config.request_timeout_s
                 await stack.enter_async_context(self.admission.admit(caller, 1, media_cost(one)))
+                timeline.mark("admit")
                 live = stack.enter_context(
                     self.dispatcher.open_embedding(
                         f"emb-{uuid.uuid4().hex}",
@@ -108,12 +113,24 @@ class MediaEmbeddings:
                         grow=stack.enter_context(self.admission.buffer(caller)),
                     )
                 )
+                timeline.mark("send")
+            observed.show = partial(self._trace, live, name, timeline)
             done = await live.wait(time.monotonic() + timeout_s, timeout_s)
             head = {"id": live.request_id, "created": int(timeline.created_s), "model": name}
             text = await asyncio.to_thread(_render, head, live, done, as_base64=parsed.as_base64)
             return web.Response(
                 body=text, content_type="application/json", headers={"X-Request-Id": live.request_id}
             )
+
+    def _trace(self, live: LiveEmbedding, name: str, timeline: Timeline) -> dict[str, Any]:
+        worker = self.dispatcher.worker_name(live.work.address)
+        steps, sent_ms = gateway_spans(timeline)
+        return {
+            "id": live.request_id,
+            "model": name,
+            "spans": [*steps, *item_spans(timeline, worker, 0, live.done, sent_ms)],
+            "media": [media_item(0, worker, live.done)],
+        }
 
     def _check_modality(self, item: MediaItem) -> None:
         if item.modality not in self.model.info.pads.values():

@@ -148,16 +148,16 @@ def _attributes(path: str, status: int, error: str, trace: Mapping[str, Any]) ->
     if error:
         found["error.type"] = error
     if trace:
+        found |= {"transom.request_id": trace["id"], "gen_ai.request.model": trace["model"]}
+    if "usage" in trace:
         usage = trace["usage"]
         found |= {
-            "transom.request_id": trace["id"],
-            "gen_ai.request.model": trace["model"],
             "gen_ai.usage.input_tokens": usage["prompt_tokens"],
             "gen_ai.usage.output_tokens": usage["completion_tokens"],
             "transom.cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         }
-        if trace["ttft_ms"] is not None:
-            found["transom.ttft_ms"] = trace["ttft_ms"]
+    if trace.get("ttft_ms") is not None:
+        found["transom.ttft_ms"] = trace["ttft_ms"]
     return found
 
 

@@ -18,6 +18,7 @@ from transom.gateway.exchange import Exchange
 from transom.gateway.output import ChoiceOutput
 from transom.gateway.requests import LiveRequest
 from transom.gateway.timeline import Timeline
+from transom.messages import EncodeDone
 
 Span = dict[str, Any]
 WorkerName = Callable[[str], str]
@@ -135,26 +136,32 @@ def spans(
     timeline: Timeline, live: LiveRequest | None, outputs: Sequence[ChoiceOutput], worker_name: WorkerName
 ) -> list[Span]:
     """Return the spans in the order of the pipeline; of several choices, those of the first."""
-    found: list[Span] = []
-    start_ms = 0.0
-    for step in _GATEWAY_STEPS:
-        if step in timeline.marks_ms:
-            found.append(_span(step, "gateway", start_ms, timeline.marks_ms[step]))
-            start_ms = timeline.marks_ms[step]
+    found, start_ms = gateway_spans(timeline)
     if live is not None:
-        for item in sorted(live.encoders):
-            found += _item_spans(timeline, live, item, start_ms, worker_name)
+        for item, work in sorted(live.encoders.items()):
+            worker = worker_name(work.address)
+            found += item_spans(timeline, worker, item, live.encode_done.get(item), start_ms)
         found += _prefill_spans(timeline, live, start_ms, worker_name(live.prefill.address))
         if timeline.ttft_ms is not None and outputs[0].completion_tokens > 1:
             found += _decode_spans(timeline, live, timeline.ttft_ms, worker_name(live.decode.address))
     return found
 
 
-def _item_spans(
-    timeline: Timeline, live: LiveRequest, item: int, sent_ms: float, worker_name: WorkerName
+def gateway_spans(timeline: Timeline) -> tuple[list[Span], float]:
+    """Return the gateway's own steps and when the last of them ended: when the workers were told."""
+    found: list[Span] = []
+    start_ms = 0.0
+    for step in _GATEWAY_STEPS:
+        if step in timeline.marks_ms:
+            found.append(_span(step, "gateway", start_ms, timeline.marks_ms[step]))
+            start_ms = timeline.marks_ms[step]
+    return found, start_ms
+
+
+def item_spans(
+    timeline: Timeline, worker: str, item: int, done: EncodeDone | None, sent_ms: float
 ) -> Iterator[Span]:
-    worker = worker_name(live.encoders[item].address)
-    done = live.encode_done.get(item)
+    """Yield what became of a media item at its encoder."""
     if done is None:
         running = timeline.ended_ms is None
         yield _span(
@@ -216,18 +223,20 @@ def _before(
 
 def media_items(live: LiveRequest, worker_name: WorkerName) -> list[dict[str, Any]]:
     """Return what became of each media item of a choice."""
-    found = []
-    for item, work in sorted(live.encoders.items()):
-        done = live.encode_done.get(item)
-        found.append(
-            {
-                "item": item,
-                "worker": worker_name(work.address),
-                "modality": done.modality if done else None,
-                "cache_hit": done.cache_hit if done else None,
-                "tokens": done.media_tokens if done else None,
-                "duration_ms": _round(done.timings_ms.get("total")) if done else None,
-                "notes": list(done.notes[:_MAX_NOTES]) if done else [],
-            }
-        )
-    return found
+    return [
+        media_item(item, worker_name(work.address), live.encode_done.get(item))
+        for item, work in sorted(live.encoders.items())
+    ]
+
+
+def media_item(item: int, worker: str, done: EncodeDone | None) -> dict[str, Any]:
+    """Return what became of a media item."""
+    return {
+        "item": item,
+        "worker": worker,
+        "modality": done.modality if done else None,
+        "cache_hit": done.cache_hit if done else None,
+        "tokens": done.media_tokens if done else None,
+        "duration_ms": _round(done.timings_ms.get("total")) if done else None,
+        "notes": list(done.notes[:_MAX_NOTES]) if done else [],
+    }

@@ -19,7 +19,7 @@ from transom.gateway.otel import make_exporter
 from transom.tokenizer import Tokenizer
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
-CHAT = {
+CHAT: dict[str, Any] = {
     "messages": [
         {
             "role": "user",
@@ -101,6 +101,9 @@ async def test_a_request_becomes_spans_of_all_stages(tokenizer: Tokenizer) -> No
                 assert response.status == 200
                 answer = await response.json()
             (root,) = await collector.wait_for("POST /v1/chat/completions")
+            item = {"input": CHAT["messages"][0]["content"][0]}
+            async with http.post(f"{fleet.url}/v1/media/embeddings", json=item) as response:
+                assert response.status == 200
             for flag in ("00", "01"):  # the first one's client does not want it sampled
                 other = {"traceparent": f"00-{OTHER}-{PARENT}-{flag}"}
                 async with http.post(f"{fleet.url}/v1/completions", json={}, headers=other) as response:
@@ -126,6 +129,9 @@ async def test_a_request_becomes_spans_of_all_stages(tokenizer: Tokenizer) -> No
     assert "encoder.forward" in steps
     assert refused.trace_id.hex() == OTHER
     assert attributes(refused)["error.type"] == "invalid_request"
+    (item_root,) = await collector.wait_for("POST /v1/media/embeddings")
+    below = {span.name for span in collector.spans if span.trace_id == item_root.trace_id}
+    assert {"gateway", "encoder", "encoder.forward"} < below
     assert b"private" not in collector.raw
     assert b"tcp://" not in collector.raw
 
