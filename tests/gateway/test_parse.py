@@ -180,6 +180,17 @@ def test_an_error_never_repeats_a_payload() -> None:
     assert "secret" not in refused(image("http://me:secret@host/")).message
 
 
+def test_frames_in_one_url_are_refused_by_name() -> None:
+    """Another server's way to send a video: JPEGs side by side. Guessing at their times would be worse."""
+    frame = base64.b64encode(b"\xff\xd8frame\xff\xd9").decode()
+    for frames in (f"{frame},{frame}", f"{frame},{frame},{frame}"):
+        url = f"data:video/jpeg;base64,{frames}"
+        error = refused(with_part({"type": "video_url", "video_url": {"url": url}}))
+        assert error.param == "messages[0].content[1].video_url.url"
+        assert error.message
+        assert frame not in error.message
+
+
 @pytest.mark.parametrize(
     "media_type", ["image/png", "IMAGE/PNG", "Image/Jpeg; charset=x", "", "application/octet-stream"]
 )

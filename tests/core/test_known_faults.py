@@ -1,0 +1,164 @@
+"""What has gone wrong in servers of this kind, and the tests that would notice if it went wrong here.
+
+Each fault names at least one test; a test that is renamed or removed must be replaced here too.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+NAMES, FETCH = "encoder/server/test_names.py", "encoder/server/test_fetch.py"
+TRANSPORT, IMPORTS = "core/test_transport.py", "core/test_imports.py"
+IMAGE, SERVER = "encoder/media/test_image.py", "encoder/server/test_server.py"
+MEDIA_KEY, RADIX_KEYS = "core/test_media_key.py", "llm/radix/test_keys.py"
+PREFIX, PARSE, ANSWERS = "llm/engine/test_prefix_cache.py", "gateway/test_parse.py", "process/test_answers.py"
+
+FAULTS: dict[str, tuple[str, ...]] = {
+    # Security
+    "an allow-list of hosts is checked for the first URL only, not for redirects": (
+        f"{NAMES}::test_a_hop_off_the_domain_list_is_not_even_resolved",
+        f"{NAMES}::test_every_hop_is_judged",
+        f"{NAMES}::test_a_chain_ends_after_the_fifth_redirect",
+        f"{FETCH}::test_every_hop_is_judged",
+        f"{FETCH}::test_domain_lists_fail_closed_and_match_whole_labels",
+    ),
+    "host names like metadata.google.internal, LOCALHOST and localhost. pass a block-list": (
+        f"{NAMES}::test_names_of_private_addresses",
+        f"{FETCH}::test_spellings_of_loopback_are_refused_by_what_they_resolve_to",
+    ),
+    "spellings of addresses (2130706433, 127.1, [::1], names of loopback) pass the filter": (
+        f"{FETCH}::test_urls_that_are_refused_unresolved",
+        f"{FETCH}::test_addresses_that_are_not_public",
+        f"{NAMES}::test_every_hop_is_judged",
+    ),
+    "a name is resolved once to be judged and again to be connected to (rebinding)": (
+        f"{NAMES}::test_what_was_judged_is_what_is_connected_to",
+        f"{NAMES}::test_nothing_private_was_reached",
+    ),
+    "what comes over a socket is unpickled": (
+        f"{TRANSPORT}::test_pickle_is_not_executed",
+        f"{TRANSPORT}::test_what_is_not_the_protocol_is_counted_and_dropped",
+        f"{IMPORTS}::test_no_module_pickles_or_imports_a_stage_by_its_bare_name",
+    ),
+    "a dump file is unpickled, or a deny-list of pickle's functions is got around": (
+        f"{IMPORTS}::test_no_module_pickles_or_imports_a_stage_by_its_bare_name",
+    ),
+    "a caller's address makes the engine connect out": (
+        f"{TRANSPORT}::test_send_refuses_addresses_that_no_peer_has",
+        f"{TRANSPORT}::test_connecting_off_loopback_needs_the_key_too",
+    ),
+    "an inbox listens on all interfaces without a key": (
+        f"{TRANSPORT}::test_only_loopback_goes_without_a_key",
+        f"{TRANSPORT}::test_others_are_refused",
+    ),
+    # Ingest
+    "a picture's header promises more pixels than there is memory": (
+        f"{IMAGE}::test_header_bombs_are_refused_before_the_raster_exists",
+        "encoder/server/test_decode_pool.py::test_memory_bombs_hit_the_limit_of_the_worker",
+    ),
+    "a large picture is decoded whole before it is made small": (
+        f"{IMAGE}::test_large_pictures_come_reduced_and_alike",
+    ),
+    "a truncated picture is answered 500": (
+        f"{IMAGE}::test_jpeg_with_its_last_128_bytes_cut_is_refused",
+        f"{IMAGE}::test_truncated_files_are_refused",
+        f"{ANSWERS}::test_a_bad_item_fails_alone",
+    ),
+    "garbage, an empty file or an HTML page as a picture is answered 500": (
+        f"{IMAGE}::test_what_is_no_image_is_named",
+        f"{IMAGE}::test_random_damage_never_raises_anything_else",
+        f"{SERVER}::test_64_good_and_bad_items_at_once",
+    ),
+    "malformed base64 is answered 500, and the log repeats it": (
+        f"{PARSE}::test_a_bad_request_names_its_fault",
+        f"{PARSE}::test_an_error_never_repeats_a_payload",
+    ),
+    "a picture one pixel high or wide crashes": (f"{IMAGE}::test_strips_and_dots_have_a_size",),
+    "a grey, transparent or CMYK picture kills the batch that it is in": (
+        f"{IMAGE}::test_opaque_modes_become_rgb",
+        f"{IMAGE}::test_transparency_shows_the_background",
+        f"{IMAGE}::test_sixteen_bit_grey_is_scaled_and_not_clipped",
+    ),
+    "a video as a list of frames in one data URL is answered 500 without a word": (
+        f"{PARSE}::test_frames_in_one_url_are_refused_by_name",
+    ),
+    "a body of 10 MB is too large, and nothing can be set": (
+        "gateway/test_http.py::test_a_body_that_is_too_large_is_refused_before_it_is_read",
+    ),
+    "a slow image host blocks everyone else": (
+        f"{FETCH}::test_slow_hosts_do_not_wait_for_each_other",
+        f"{SERVER}::test_urls_overload_and_the_end_of_the_process",
+        f"{SERVER}::test_health_answers_while_busy",
+    ),
+    "a server drips bytes for ever, or sends without end or length": (
+        f"{FETCH}::test_silence_and_dripping_are_cut",
+        f"{FETCH}::test_size_is_limited_by_header_and_while_streaming",
+        f"{FETCH}::test_compressed_bodies_are_inflated_up_to_the_limit",
+    ),
+    # Identity of media
+    "views and copies of the same bytes have different keys": (
+        f"{MEDIA_KEY}::test_views_of_any_item_size_hash_as_their_bytes",
+    ),
+    "6x4 and 4x6 pixels of the same bytes share a key": (
+        f"{MEDIA_KEY}::test_moving_a_boundary_changes_the_digest",
+        f"{MEDIA_KEY}::test_parts_do_not_run_into_each_other",
+    ),
+    "only the beginning of an item is hashed": (f"{MEDIA_KEY}::test_every_byte_counts",),
+    "options of decoding are no part of the key": (
+        f"{MEDIA_KEY}::test_every_option_takes_part",
+        f"{SERVER}::test_options_are_part_of_the_key",
+    ),
+    "short hashes stand for pictures in the prefix cache, or one value over the whole span": (
+        f"{RADIX_KEYS}::test_media_ids_lie_outside_of_the_vocabulary_and_differ_by_position_and_item",
+        f"{PREFIX}::test_pictures_are_told_apart_by_their_content",
+    ),
+    "the prefix cache sees the same placeholders for different pictures": (
+        f"{RADIX_KEYS}::test_same_item_gives_the_same_ids_and_another_item_shares_only_the_text_before",
+        f"{PREFIX}::test_pictures_are_told_apart_by_their_content",
+    ),
+    "malformed spans are cached as plain placeholders": (
+        f"{RADIX_KEYS}::test_malformed_spans_are_refused_rather_than_cached_as_placeholders",
+        f"{PREFIX}::test_without_a_content_key_nothing_is_cached",
+    ),
+    # Isolation
+    "a request whose embeddings don't fit its placeholders kills the engine": (
+        "llm/engine/test_engine.py::test_wrong_rows_fail_their_own_request_only",
+        "llm/engine/test_prompt.py::test_what_does_not_fit_is_refused",
+    ),
+    "a request that killed a worker is sent to the next one": (
+        "gateway/test_crowd.py::test_a_poison_request_reaches_one_worker_only",
+        "gateway/test_failures.py::test_a_lost_worker_fails_its_requests_and_nothing_else",
+        "encoder/server/test_rank_policy.py::test_one_killer_ends_two_ranks_at_most_and_no_neighbour_fails",
+    ),
+    "a picture and a sound in one request crash": (
+        f"{ANSWERS}::test_a_picture_and_a_sound_in_one_request",
+    ),
+    "two pictures in one request are miscounted": (
+        f"{ANSWERS}::test_order_of_items_is_kept",
+        "gateway/test_chat.py::test_media_of_all_kinds_keep_their_order",
+    ),
+    "a sound longer than 30 s is a TypeError": (
+        f"{SERVER}::test_a_sound_longer_than_a_segment_comes_in_chunks",
+        "encoder/media/test_audio.py::test_length_limit_is_told",
+    ),
+}  # fmt: skip
+
+
+@cache
+def tests_of(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(
+        node.name for node in tree.body if isinstance(node, kinds) and node.name.startswith("test_")
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_test_would_notice(fault: str, repository: Path) -> None:
+    for name in FAULTS[fault]:
+        file, _, function = name.partition("::")
+        assert function in tests_of(repository / "tests" / file), name
