@@ -19,8 +19,9 @@ RUN /opt/transom/bin/pip install --no-cache-dir . "$TORCH"
 
 FROM debian:bookworm-slim
 
+# g++ compiles the CPU kernels for the machine that the container runs on.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 ca-certificates \
+    && apt-get install -y --no-install-recommends python3 ca-certificates g++ \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --create-home --home-dir /home/transom transom \
     && install -d -o transom -g transom /fleet

@@ -19,6 +19,18 @@ class LlmConfig(StageConfig):
         "dtype of weights and KV; auto is float32 on a CPU, else bfloat16",
         choices=("auto", "float32", "bfloat16"),
     )
+    kernels: str = setting(
+        "auto",
+        "auto: the fastest that this machine can run, compiled at the first start on a CPU;"
+        " torch: the reference only",
+        choices=("auto", "torch"),
+    )
+    kernel_build_wait_s: float = setting(
+        30.0,
+        "how long a start waits for kernels to be compiled before it goes on with torch's",
+        ge=0,
+        le=3600,
+    )
     kv_memory_gb: float = setting(0.25, "memory of both KV pools together", ge=0.0005, le=4096)
     page_size: int = setting(16, "tokens in a page of the KV pools", ge=1, le=1024)
     typical_context_len: int = setting(

@@ -32,7 +32,7 @@ from transom.llm.request import (
     StartedEvent,
     TokenEvent,
 )
-from transom.llm.worker import GB, LlmStage, check_deadline
+from transom.llm.worker import GB, LlmStage, check_deadline, pick_device, pick_dtype
 from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, KVReturn, RequestFailed, TokenChunk
 from transom.transport import Received, Transport
 
@@ -67,7 +67,7 @@ class DecodeStage(LlmStage):
 
     async def start(self, transport: Transport) -> None:
         await super().start(transport)
-        self._dtype_bytes = next(self.model.parameters()).element_size()
+        self._dtype_bytes = pick_dtype(self.config.dtype, pick_device(self.config.device)).itemsize
 
     def load(self) -> dict[str, float]:
         return {

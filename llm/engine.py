@@ -19,6 +19,7 @@ from transom.errors import DeadlineError, TransomError
 from transom.llm.capacity import pages_for
 from transom.llm.intake import Intake
 from transom.llm.model.causal_lm import CausalLM
+from transom.llm.model.fused import FusedModel
 from transom.llm.output import finish_reason, timings_ms, token_event
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.prefix_cache import PrefixCache
@@ -67,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: CausalLM | FusedModel,
         pools: DualPools,
         limits: EngineLimits,
         emit: Callable[[list[Event]], None],
@@ -302,7 +303,9 @@ class Engine:
 
     def _make_step(self, request_id: str, count: int) -> Step:
         request = self._requests[request_id]
-        (self._cache or self._pools).extend(pages_of(request), request.computed + count)
+        kv, end = pages_of(request), request.computed + count
+        if end > kv.count * self._pools.page_size:
+            (self._cache or self._pools).extend(kv, end)
         return Step(request, count, request.prompt_complete and count == request.ready_len)
 
     @torch.inference_mode()

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from transom.kernels.ops import Ints
 from transom.llm.model.causal_lm import CausalLM
+from transom.llm.model.fused import FusedModel
 from transom.llm.paged_attention import PagedAttention, Span
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.request import Request
@@ -40,7 +43,7 @@ def _batch_order(step: Step) -> tuple[bool, int]:
 class ModelRunner:
     """A model and the pools its attention reads and writes."""
 
-    def __init__(self, model: CausalLM, pools: DualPools) -> None:
+    def __init__(self, model: CausalLM | FusedModel, pools: DualPools) -> None:
         self._model = model
         self._pools = pools
 
@@ -51,32 +54,41 @@ class ModelRunner:
         Running the same step again is harmless: it writes the same slots.
         """
         steps = sorted(steps, key=_batch_order)
-        device = self._pools.device
         ids: list[int] = []
-        positions: list[int] = []
         for request, count in ((step.request, step.count) for step in steps):
             ids += request.tokens(request.computed, request.computed + count)
-            positions += range(request.computed, request.computed + count)
-        x = self._model.embed(torch.tensor(ids, device=device))
+        x = self._model.embed(torch.tensor(ids, device=self._pools.device))
         row = 0
         for step in steps:
-            _place_embeddings(x, row, step)
+            if step.request.embeddings:
+                _place_embeddings(x, row, step)
             row += step.count
-        spans = [Span(pages_of(step.request), step.request.computed, step.count) for step in steps]
-        attention = PagedAttention(self._pools, spans, self._model.config.layers)
-        hidden = self._model(x, torch.tensor(positions, device=device), attention)
-        return self._sample(steps, hidden)
+        ends = np.cumsum([step.count for step in steps])
+        due = [i for i, step in enumerate(steps) if step.samples]
+        hidden = self._forward(x, steps, ends[due] - 1)
+        return self._sample([steps[i].request for i in due], hidden)
 
-    def _sample(self, steps: Sequence[Step], hidden: torch.Tensor) -> dict[str, Draw]:
-        ends = torch.tensor([step.count for step in steps]).cumsum(0).tolist()
-        due = [(step.request, end - 1) for step, end in zip(steps, ends) if step.samples]
+    def _forward(self, x: torch.Tensor, steps: Sequence[Step], rows: Ints) -> torch.Tensor:
+        """Return the hidden states of `rows`; x may be overwritten."""
+        if isinstance(self._model, FusedModel):
+            spans = [(pages_of(step.request), step.request.computed, step.count) for step in steps]
+            return self._model.forward(x, self._model.place(self._pools, spans), rows)
+        at = [np.arange(step.request.computed, step.request.computed + step.count) for step in steps]
+        positions = torch.from_numpy(np.concatenate(at)).to(x.device)
+        attention = PagedAttention(
+            self._pools,
+            [Span(pages_of(step.request), step.request.computed, step.count) for step in steps],
+            self._model.config.layers,
+        )
+        hidden: torch.Tensor = self._model(x, positions, attention)
+        return hidden.index_select(0, torch.from_numpy(rows).to(x.device))
+
+    def _sample(self, due: Sequence[Request], hidden: torch.Tensor) -> dict[str, Draw]:
         if not due:
             return {}
-        rows = torch.tensor([row for _, row in due], device=hidden.device)
-        logits = self._model.logits(hidden.index_select(0, rows))
-        states = [request.sampler for request, _ in due if request.sampler is not None]
-        draws = sample(logits, states, [len(request.output_ids) for request, _ in due])
-        return {request.request_id: drawn for (request, _), drawn in zip(due, draws, strict=True)}
+        states = [request.sampler for request in due if request.sampler is not None]
+        draws = sample(self._model.logits(hidden), states, [len(request.output_ids) for request in due])
+        return {request.request_id: drawn for request, drawn in zip(due, draws, strict=True)}
 
 
 def _place_embeddings(x: torch.Tensor, row: int, step: Step) -> None:

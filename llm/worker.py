@@ -19,10 +19,12 @@ import torch
 
 from transom.errors import ConfigError, DeadlineError, TransomError
 from transom.hub import resolve_model
+from transom.kernels.pick import KernelPick
 from transom.llm.capacity import plan_pools
 from transom.llm.config import LlmConfig, PrefillConfig
 from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.causal_lm import CausalLM
+from transom.llm.model.fused import FusedModel, fused
 from transom.llm.model.loader import load_language_model
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
@@ -75,10 +77,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
-def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tuple[Engine, CausalLM]:
+Model = CausalLM | FusedModel
+
+
+def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tuple[Engine, Model]:
     """Load the model and allocate the pools. Blocks for as long as that takes."""
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    threads = config.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
     device = pick_device(config.device)
+    kernels = KernelPick(device, config.kernels)
     dtype = pick_dtype(config.dtype, device)
     # The MTP modules draft tokens; without speculative decoding nothing would run them.
     model = load_language_model(resolve_model(config.model), dtype=dtype, device=device, mtp=False)
@@ -117,7 +124,9 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
             pools, config.model, model.config.eos_token_ids, policy=policy, answers=config.cache_answers
         )
     order = make_order(config.schedule_policy, config.waiting_credit)
-    return Engine(model, pools, limits, emit, order=order, cache=cache), model
+    ops = kernels.ops(wait_s=config.kernel_build_wait_s, threads=threads)
+    fast: Model = (fused(model, ops) if ops is not None else None) or model
+    return Engine(fast, pools, limits, emit, order=order, cache=cache), fast
 
 
 def _keeps_answers(config: LlmConfig) -> bool:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transom.kernels.native_ops import NativeOps
+    from transom.kernels.triton_ops import TritonOps
 
 # Before torch is imported: on two cores, threads that spin for each other cost more than they bring.
 for _pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -33,3 +38,34 @@ def shared_media() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no media files at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def native_library() -> Path:
+    """The compiled CPU kernels; skips the test where there is no compiler."""
+    from transom.kernels.native_build import Build, NoLibraryError, find_compiler
+
+    try:
+        find_compiler()
+    except NoLibraryError as error:
+        pytest.skip(str(error))
+    return Build().wait(280)
+
+
+@pytest.fixture(scope="session")
+def native_ops(native_library: Path) -> NativeOps:
+    from transom.kernels.native_ops import NativeOps
+
+    return NativeOps(native_library, threads=1)
+
+
+@pytest.fixture(scope="session")
+def triton_ops() -> TritonOps:
+    """The Triton kernels, on a GPU where there is one, else under the interpreter on the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    from transom.kernels.triton_ops import TritonOps
+
+    return TritonOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

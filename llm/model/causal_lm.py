@@ -14,6 +14,7 @@ from torch import nn
 
 from transom.kernels.weights import Slot
 from transom.llm.model.attention import AttentionBackend
+from transom.llm.model.parts import DecoderParts
 from transom.llm.model.spec import DecoderConfig
 
 
@@ -42,6 +43,10 @@ class CausalLM(nn.Module):
         """Return fp32 logits (rows, vocab); pass only the rows that are needed."""
         out: torch.Tensor = self.lm_head(hidden)
         return out.float()
+
+    def parts(self) -> DecoderParts | None:
+        """Return the layers' weights for the fused kernels; None: torch runs the modules."""
+        return None
 
     def keep_fp32(self) -> Iterable[nn.Module]:
         """Return the modules that stay fp32 in a half-precision model."""

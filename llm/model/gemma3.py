@@ -18,6 +18,7 @@ from transom.llm.model.attention import AttentionBackend
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.gemma3_config import Gemma3Config
 from transom.llm.model.mimo_v2 import RopeTables, qkv_sizes, rope_tables
+from transom.llm.model.parts import DecoderParts, LayerParts
 from transom.llm.model.spec import LayerSpec
 
 
@@ -30,7 +31,12 @@ class GemmaNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x.float(), self.factors, self.eps).to(x.dtype)
+
+    @property
+    def factors(self) -> torch.Tensor:
+        """What the normed row is multiplied by, in fp32."""
+        return 1 + self.weight.float()
 
 
 class Attention(nn.Module):
@@ -120,6 +126,29 @@ class Gemma3ForCausalLM(CausalLM):
             x = layer(x, rope, attn)
         out: torch.Tensor = self.norm(x)
         return out
+
+    def parts(self) -> DecoderParts:
+        layers = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            attention = layer.self_attn
+            layers.append(
+                LayerParts(
+                    spec=attention.spec,
+                    input_norm=layer.input_layernorm.factors,
+                    qkv=attention.qkv_proj.weight,
+                    q_norm=attention.q_norm.factors,
+                    k_norm=attention.k_norm.factors,
+                    output=attention.o_proj.weight,
+                    post_attention_norm=layer.post_attention_layernorm.factors,
+                    mlp_norm=layer.pre_feedforward_layernorm.factors,
+                    activation="gelu_tanh",
+                    gate_up=layer.mlp.gate_up_proj.weight,
+                    down=layer.mlp.down_proj.weight,
+                    post_mlp_norm=layer.post_feedforward_layernorm.factors,
+                )
+            )
+        return DecoderParts(layers=layers, norm=self.norm.factors, embed_scale=self.config.hidden_size**0.5)
 
     def slots(self, is_in_checkpoint: Callable[[str], bool]) -> dict[str, Slot]:
         """Map the hub's tensor names to views of the parameters."""

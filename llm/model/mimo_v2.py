@@ -18,6 +18,7 @@ from transom.kernels.weights import Slot
 from transom.llm.model.attention import AttentionBackend
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.parts import DecoderParts, LayerParts, RouterParts
 from transom.llm.model.spec import LayerSpec
 
 RopeTables = Mapping[tuple[float, int], tuple[torch.Tensor, torch.Tensor]]
@@ -112,6 +113,15 @@ class Router(nn.Module):
             scale=self.config.routed_scaling_factor,
         )
 
+    def parts(self) -> RouterParts:
+        return RouterParts(
+            weight=self.weight,
+            bias=self.e_score_correction_bias,
+            top_k=self.config.experts_per_token,
+            normalise=self.config.norm_topk_prob,
+            scale=self.config.routed_scaling_factor,
+        )
+
 
 class MoE(nn.Module):
     """Routed experts: gate_up (experts, 2 * intermediate, hidden), down (experts, hidden, intermediate)."""
@@ -144,6 +154,22 @@ class DecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rope, attn)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+    def parts(self) -> LayerParts:
+        attention, mlp = self.self_attn, self.mlp
+        moe = isinstance(mlp, MoE)
+        return LayerParts(
+            spec=attention.spec,
+            input_norm=self.input_layernorm.weight,
+            qkv=attention.qkv_proj.weight,
+            value_scale=attention.value_scale,
+            sink=attention.attention_sink_bias,
+            output=attention.o_proj.weight,
+            mlp_norm=self.post_attention_layernorm.weight,
+            router=mlp.gate.parts() if moe else None,
+            gate_up=mlp.gate_up if moe else mlp.gate_up_proj.weight,
+            down=mlp.down if moe else mlp.down_proj.weight,
+        )
 
 
 class MTPModule(nn.Module):
@@ -196,6 +222,10 @@ class MiMoV2ForCausalLM(CausalLM):
         self.mtp = nn.ModuleList(
             MTPModule(config, spec, config.num_layers + k) for k, spec in enumerate(config.mtp_specs)
         )
+
+    def parts(self) -> DecoderParts:
+        layers = [layer.parts() for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return DecoderParts(layers=layers, norm=self.norm.weight)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionBackend) -> torch.Tensor:
         """Return hidden states (tokens, hidden) after the final norm for embeddings x (tokens, hidden)."""

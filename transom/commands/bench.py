@@ -22,6 +22,8 @@ BENCHMARKS = {
     "prefix-cache": "what a multi-user trace hits, against a stock engine's retention, no server needed",
     "kv-capacity": "bytes of KV a request takes, single pool against dual pools, no server needed",
     "placement": "hit rates of media placed by polling and by the hash ring, simulated, no server needed",
+    "engine": "speed of one engine in this process and the parts of its steps, no server needed",
+    "kernels": "fused kernels, checked and timed against torch and a dense baseline, no server needed",
     "shm": "put and get of the shared embedding cache against memcpy and a dict, no server needed",
 }
 

@@ -1,0 +1,282 @@
+"""`transom bench engine`: speed of one engine in this process, and where the time of its steps goes.
+
+No sockets and no tokenizer: what is left is the scheduler, the kernels and the sampler. CPU time stands
+beside the clock's, so that a busy machine is seen; the parts of a step are CPU time of the engine's thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from rich.table import Table
+
+from transom import __version__
+from transom.bench.tiny_model import write_checkpoint
+from transom.commands.base import make_console, write_json
+from transom.errors import ConfigError
+from transom.kernels.native_ops import NativeOps
+from transom.llm import runner as runner_module
+from transom.llm.config import PrefillConfig
+from transom.llm.engine import Engine
+from transom.llm.model.causal_lm import CausalLM
+from transom.llm.model.fused import FusedModel
+from transom.llm.paged_attention import PagedAttention
+from transom.llm.request import Event, FailedEvent, Request, Start, TokenEvent
+from transom.llm.worker import build_engine
+from transom.messages import Sampling
+
+EXAMPLES = (
+    "transom bench engine",
+    "transom bench engine --model tiny-hybrid --profile",
+    "transom bench engine --model tiny-dense --requests 16 --prompt-len 512 --output-len 64 --json",
+)
+MADE_HERE = ("tiny-hybrid", "tiny-dense")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="mimo-nano", metavar="MODEL",
+        help=f"checkpoint, or a random one made for the run: {', '.join(MADE_HERE)} (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--requests", type=int, default=16, metavar="N", help="at once (default %(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=512, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--shared-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with (default 0)",
+    )
+    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="(default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default %(default)s)")
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="(default %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(default %(default)s)"
+    )
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="(default %(default)s)")
+    parser.add_argument(
+        "--profile", action="store_true", help="show the parts of a step; slows it down a bit"
+    )
+    parser.add_argument("--out", default="", metavar="FILE", help="append one JSON row to this file")
+
+
+class Profile:
+    """Adds up the time inside named parts; a part counts what is nested in it only once, where it is."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self._inner = [0.0]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begin = time.thread_time()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            elapsed = time.thread_time() - begin
+            self.seconds[name] += elapsed - self._inner.pop()
+            self._inner[-1] += elapsed
+            self.calls[name] += 1
+
+    def wrap(self, stack: ExitStack, owner: Any, attribute: str, name: str) -> None:
+        """Time every call of `owner.attribute` as part `name` until `stack` closes."""
+        inner: Callable[..., Any] = getattr(owner, attribute)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return inner(*args, **kwargs)
+
+        setattr(owner, attribute, timed)
+        stack.callback(setattr, owner, attribute, inner)
+
+    def watch(self, stack: ExitStack, model: CausalLM | FusedModel) -> None:
+        """Name the parts of an engine's steps."""
+        if isinstance(model, FusedModel):
+            for attribute, name in _NATIVE_PARTS.items():
+                self.wrap(stack, NativeOps, attribute, name)
+            self.wrap(stack, FusedModel, "place", "index work")
+        else:
+            for module in model.modules():
+                name = _PARTS.get(type(module).__name__, "")
+                if name:
+                    self.wrap(stack, module, "forward", name)
+            self.wrap(stack, PagedAttention, "__init__", "index work")
+            self.wrap(stack, PagedAttention, "attend", "attention and KV")
+        self.wrap(stack, model, "embed", "embed")
+        self.wrap(stack, model, "logits", "head")
+        self.wrap(stack, runner_module, "sample", "sampler")
+        self.wrap(stack, runner_module.ModelRunner, "run", "rest of the forward")
+        for attribute, name in (
+            ("_plan", "plan"),
+            ("_make_step", "pages"),
+            ("_advance", "after the forward"),
+        ):
+            self.wrap(stack, Engine, attribute, name)
+
+
+_PARTS = {
+    "RMSNorm": "norm",
+    "Attention": "qkv, rope, output projection",
+    "DenseMLP": "dense feed-forward",
+    "MoE": "experts",
+}
+
+
+_NATIVE_PARTS = {
+    "linear": "qkv, output projection, head",
+    "rope_and_store": "rope and KV write",
+    "rotate_queries": "rope and KV write",
+    "attention": "attention",
+    "gated_mlp": "dense feed-forward",
+    "moe": "experts",
+    "rms_norm": "norm",
+}
+
+
+class Load:
+    """Runs the same requests again and again, with other tokens each time."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self._args = args
+        self._ends: dict[str, list[float]] = {}
+        config = PrefillConfig(
+            model=folder,
+            threads=args.threads,
+            device=args.device,
+            dtype=args.dtype,
+            kernels=args.kernels,
+            kernel_build_wait_s=600,
+            kv_memory_gb=1.0,
+            max_running_requests=max(args.requests, 1),
+        )
+        self.engine, self.model = build_engine(config, self._take)
+        self._generator = torch.Generator().manual_seed(0)
+        self._round = 0
+
+    def _take(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, FailedEvent):
+                raise ConfigError(f"a request failed: {event.error.message}")
+            if isinstance(event, TokenEvent):
+                self._ends[event.request_id].append(now)
+
+    def run(self, output_len: int) -> dict[str, float]:
+        """Run one round to its end; return its figures."""
+        args = self._args
+        self._round += 1
+        self._ends = {f"{self._round}-{i}": [] for i in range(args.requests)}
+        vocab = self.model.config.vocab_size
+        shared = torch.randint(vocab, (args.shared_len,), generator=self._generator).tolist()
+        for name in self._ends:
+            own = torch.randint(vocab, (args.prompt_len - args.shared_len,), generator=self._generator)
+            sampling = Sampling(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+            prompt = [*shared, *own.tolist()]
+            self.engine.submit(
+                Start(Request(name, sampling, 1e12, time.time(), prompt_ids=prompt, prompt_complete=True))
+            )
+        begin, cpu = time.perf_counter(), time.process_time()
+        while any(len(times) < output_len for times in self._ends.values()):
+            self.engine.step()
+        wall_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+        firsts = [times[0] - begin for times in self._ends.values()]
+        lasts = [times[-1] - times[0] for times in self._ends.values()]
+        return {
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "output_tokens_per_s": args.requests * output_len / wall_s,
+            "output_tokens_per_cpu_s": args.requests * output_len / cpu_s,
+            "ttft_p50_ms": statistics.median(firsts) * 1e3,
+            "prefill_tokens_per_s": args.requests * args.prompt_len / max(firsts),
+            "tpot_p50_ms": statistics.median(lasts) / max(output_len - 1, 1) * 1e3,
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the load; print the medians, and the parts of a step when asked."""
+    if min(args.requests, args.output_len, args.repeats) < 1 or not 0 <= args.shared_len < args.prompt_len:
+        raise ConfigError(
+            "--requests, --output-len and --repeats must be >= 1 and --shared-len < --prompt-len"
+        )
+    with ExitStack() as stack:
+        folder = args.model
+        if args.model in MADE_HERE:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            write_checkpoint(Path(folder), moe=args.model == "tiny-hybrid")
+        load = Load(args, folder)
+        load.run(min(args.output_len, 4))
+        profile = Profile()
+        if args.profile:
+            profile.watch(stack, load.model)
+        rows = [load.run(args.output_len) for _ in range(args.repeats)]
+    medians = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+    report = {
+        "benchmark": "engine",
+        "commit": commit(),
+        "transom": __version__,
+        "torch": torch.__version__,
+        "device": _device(args.device),
+        **{
+            name: getattr(args, name)
+            for name in ("model", "requests", "prompt_len", "shared_len", "output_len")
+        },
+        **{name: getattr(args, name) for name in ("repeats", "threads", "dtype", "kernels")},
+        **medians,
+        "parts_s": {name: round(s / args.repeats, 4) for name, s in profile.seconds.items()},
+    }
+    if args.out:
+        with Path(args.out).open("ab") as out:
+            out.write(orjson.dumps(report) + b"\n")
+    if args.json:
+        write_json(report)
+    else:
+        _show(report, profile, args.repeats)
+    return 0
+
+
+def _show(report: dict[str, Any], profile: Profile, repeats: int) -> None:
+    console = make_console()
+    table = Table("figure", "median of the runs", title=f"{report['model']} on {report['device']}")
+    for name in ("wall_s", "cpu_s", "output_tokens_per_s", "output_tokens_per_cpu_s", "ttft_p50_ms"):
+        table.add_row(name, f"{report[name]:,}")
+    for name in ("prefill_tokens_per_s", "tpot_p50_ms"):
+        table.add_row(name, f"{report[name]:,}")
+    console.print(table)
+    if profile.seconds:
+        parts = Table("part", "seconds a run", "share", "calls a run", title="where the time goes")
+        total = sum(profile.seconds.values())
+        for name, seconds in sorted(profile.seconds.items(), key=lambda item: -item[1]):
+            calls = profile.calls[name] // repeats
+            parts.add_row(name, f"{seconds / repeats:.3f}", f"{seconds / total:.1%}", f"{calls:,}")
+        console.print(parts)
+
+
+def _device(name: str) -> str:
+    if name == "cpu" or not torch.cuda.is_available():
+        return f"cpu {platform.machine()}"
+    return torch.cuda.get_device_name(0)
+
+
+def commit() -> str:
+    """Return the checkout's commit, empty outside of one."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
