@@ -157,7 +157,14 @@ class DecoderLayer(nn.Module):
 
     def parts(self) -> LayerParts:
         attention, mlp = self.self_attn, self.mlp
-        moe = isinstance(mlp, MoE)
+        router: RouterParts | None = None
+        gate_up: torch.Tensor
+        down: torch.Tensor
+        if isinstance(mlp, MoE):
+            router, gate_up, down = mlp.gate.parts(), mlp.gate_up, mlp.down
+        else:
+            assert isinstance(mlp, DenseMLP)
+            gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
         return LayerParts(
             spec=attention.spec,
             input_norm=self.input_layernorm.weight,
@@ -166,9 +173,9 @@ class DecoderLayer(nn.Module):
             sink=attention.attention_sink_bias,
             output=attention.o_proj.weight,
             mlp_norm=self.post_attention_layernorm.weight,
-            router=mlp.gate.parts() if moe else None,
-            gate_up=mlp.gate_up if moe else mlp.gate_up_proj.weight,
-            down=mlp.down if moe else mlp.down_proj.weight,
+            router=router,
+            gate_up=gate_up,
+            down=down,
         )
 
 
