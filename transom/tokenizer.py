@@ -1,13 +1,15 @@
 """A checkpoint's tokenizer, chat template and incremental detokenisation (gateway, terminal chat, trainer).
 
-Byte-level BPE only, as the whole model family uses: each id stands for fixed bytes. Loads no torch.
+Each id stands for fixed bytes: byte-level BPE, or BPE over text with single bytes for the rest. Loads no
+torch.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,39 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_SPACE = "\u2581"  # how vocabularies over text spell a space
+_SINGLE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:  # an added token whose text is not spelt in the byte alphabet
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    single = _SINGLE_BYTE.fullmatch(token)
+    return bytes([int(single[1], 16)]) if single else token.replace(_SPACE, " ").encode()
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """Return what turns a token's name into its bytes; raise CheckpointError for an unknown decoder."""
+    if isinstance(backend.decoder, decoders.ByteLevel):
+        return _byte_level
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    steps = list(decoder.get("decoders", ()))
+    wanted = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if steps != wanted:
+        raise CheckpointError(
+            f"tokenizer.json has decoder {backend.decoder!r}; only ByteLevel and Replace, ByteFallback, Fuse"
+            " are supported"
+        )
+    return _byte_fallback
 
 
 class Tokenizer:
@@ -38,11 +73,8 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_ids: Sequence[int]
     ) -> None:
-        if not isinstance(backend.decoder, decoders.ByteLevel):
-            raise CheckpointError(
-                f"tokenizer.json has decoder {backend.decoder!r}; only ByteLevel is supported"
-            )
         self._backend = backend
+        self._spelling = _spelling(backend)
         self._template = template
         self._eos_ids = tuple(eos_ids)
         added = backend.get_added_tokens_decoder()
@@ -110,11 +142,7 @@ class Tokenizer:
         """Return the bytes an id stands for; empty for an id outside the vocabulary."""
         known = self._bytes.get(id)
         if known is None:
-            token = self._backend.id_to_token(id) or ""
-            try:
-                known = bytes([_BYTE_OF_CHAR[char] for char in token])
-            except KeyError:  # an added token whose text is not spelt in the byte alphabet
-                known = token.encode()
+            known = self._spelling(self._backend.id_to_token(id) or "")
             self._bytes[id] = known
         return known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from transom.errors import CheckpointError, RequestError
 from transom.tokenizer import Tokenizer
@@ -232,3 +233,44 @@ def test_importing_the_tokenizer_leaves_torch_unloaded() -> None:
     code = "import sys, transom.tokenizer; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def build_over_text(folder: Path) -> tokenizers.Tokenizer:
+    """A vocabulary over text: spaces as U+2581, characters it lacks as single bytes."""
+    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<eos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    backend.train_from_iterator([text.replace(" ", "\u2581") for text in CORPUS[:2]], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    return backend
+
+
+@given(st.text(max_size=40), st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_a_vocabulary_over_text_goes_there_and_back(text: str, step: int) -> None:
+    tokenizer, backend = OVER_TEXT
+    ids = tokenizer.encode(text, special=False)
+    plain = text.replace("\u2581", " ")  # the spelling of a space reads as one
+    assert tokenizer.decode(ids, skip_special=False) == plain
+    if "\ufffd" not in text:
+        assert backend.decode(ids, skip_special_tokens=False) == plain
+    stream = tokenizer.detokenizer(skip_special=False)
+    pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
+    assert "".join(pieces) + stream.flush() == plain
+    assert not any("\ufffd" in piece for piece in pieces if "\ufffd" not in text)
+
+
+def _over_text() -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    with tempfile.TemporaryDirectory() as name:
+        backend = build_over_text(Path(name))
+        return Tokenizer.from_folder(name), backend
+
+
+OVER_TEXT = _over_text()
