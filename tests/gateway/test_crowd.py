@@ -14,8 +14,8 @@ import aiohttp
 import openai
 import pytest
 
-from tests.gateway.child_gateway import child_fleet
 from tests.gateway.fake_workers import Script, ScriptedWorker
+from tests.gateway.gateway_process import gateway_process
 from transom.messages import KVHandoff, PrefillJob, TokenChunk, TokenLogprob
 from transom.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def text_of(stream: bytes) -> str:
 
 
 async def test_a_thousand_idle_streams_and_two_hundred_active_ones(tokenizer: Tokenizer) -> None:
-    async with child_fleet(tokenizer, "--max-inflight", "1500", "--keepalive-s", "1") as fleet:
+    async with gateway_process(tokenizer, "--max-inflight", "1500", "--keepalive-s", "1") as fleet:
         # One token comes at once, so that the stream begins; the rest when the test lets it.
         hold = asyncio.Event()
         fleet.script = Script(answer=lambda job: ANSWER, hold=hold, held=lambda job: job.priority == 1)
@@ -79,7 +79,7 @@ async def test_a_thousand_idle_streams_and_two_hundred_active_ones(tokenizer: To
 async def test_slow_readers_do_not_grow_memory(tokenizer: Tokenizer) -> None:
     """Clients ask for much and read nothing, while the engine goes on and on."""
     slow = 10
-    async with child_fleet(tokenizer, "--max-unread-kb", "256") as fleet, AsyncExitStack() as stack:
+    async with gateway_process(tokenizer, "--max-unread-kb", "256") as fleet, AsyncExitStack() as stack:
         entries = [TokenLogprob(7, -0.5, [(other, -9.0) for other in range(20)])] * 8
         decode = fleet.decodes[0]
 
@@ -120,7 +120,7 @@ async def test_slow_readers_do_not_grow_memory(tokenizer: Tokenizer) -> None:
 
 
 async def test_sigterm_lets_running_answers_end_and_takes_no_new_ones(tokenizer: Tokenizer) -> None:
-    async with child_fleet(tokenizer, "--drain-timeout-s", "20") as fleet:
+    async with gateway_process(tokenizer, "--drain-timeout-s", "20") as fleet:
         hold = asyncio.Event()
         fleet.script = Script(answer=lambda job: ANSWER, hold=hold)
         async with aiohttp.ClientSession() as session:
@@ -142,7 +142,7 @@ async def test_sigterm_lets_running_answers_end_and_takes_no_new_ones(tokenizer:
 
 async def test_a_poison_request_reaches_one_worker_only(tokenizer: Tokenizer) -> None:
     """Every worker that gets it dies. The SDK would repeat it by itself after a 502."""
-    async with child_fleet(tokenizer, prefills=3) as fleet:
+    async with gateway_process(tokenizer, prefills=3) as fleet:
         killed: list[ScriptedWorker] = []
         ends: list[asyncio.Task[None]] = []
         answers = [worker.on_message for worker in fleet.prefills]
