@@ -153,7 +153,7 @@ class Rank:
             values = self._towers.to_host(rows)
             file = MemoryFile(values.nbytes)
             try:
-                np.copyto(np.frombuffer(file.view, values.dtype).reshape(values.shape), values)
+                file.write(values.reshape(-1).view(np.uint8).data)
                 shape = (values.shape[0], values.shape[1])
                 self._send(
                     wire.Rows(number=number, shape=shape, prepared_s=prepared, forward_s=forward), file.fd
