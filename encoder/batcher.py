@@ -13,8 +13,11 @@ from typing import Generic, Literal, TypeVar
 Lane = Literal["vision", "audio"]
 LANES: tuple[Lane, ...] = ("vision", "audio")
 T = TypeVar("T")
-# Weight of the newest gap between arrivals in their running mean.
+# Weight of the newest gap between arrivals in their running mean, and of the newest forward in its rate's.
 _GAP_WEIGHT = 0.3
+_RATE_WEIGHT = 0.3
+# Share of a budget that is taken before the rate is known: a slow device should not start with its longest.
+_FIRST_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,9 @@ class Piece(Generic[T]):
 
 @dataclass(slots=True)
 class _Queue(Generic[T]):
+    most: int  # no batch costs more, whatever the device does
     budget: int
+    rate: float | None = None  # cost a second in recent forwards
     owners: OrderedDict[Hashable, deque[Piece[T]]] = field(default_factory=OrderedDict)
     cost: int = 0
     gap_s: float = float("inf")
@@ -46,11 +51,27 @@ class Batcher(Generic[T]):
 
     Owners take turns, one piece each, so that a long video delays a thumbnail by one batch at most.
     The pieces of one owner keep their order. A piece above the budget goes alone.
+
+    With `forward_s` the budget is what the device embeds in that time as `took` told, and at most the
+    given one: on a slow device a thumbnail must not wait for a batch that was made for a fast one.
     """
 
-    def __init__(self, budgets: dict[Lane, int], max_wait_s: float) -> None:
-        self._queues: dict[Lane, _Queue[T]] = {lane: _Queue(budgets[lane]) for lane in LANES}
+    def __init__(self, budgets: dict[Lane, int], max_wait_s: float, forward_s: float | None = None) -> None:
+        first = 1.0 if forward_s is None else _FIRST_SHARE
+        self._queues: dict[Lane, _Queue[T]] = {
+            lane: _Queue(budgets[lane], max(1, int(budgets[lane] * first))) for lane in LANES
+        }
         self._max_wait_s = max_wait_s
+        self._forward_s = forward_s
+
+    def took(self, lane: Lane, cost: int, seconds: float) -> None:
+        """Learn from a forward of this cost."""
+        queue = self._queues[lane]
+        if self._forward_s is None or cost <= 0 or seconds <= 0:
+            return
+        rate = cost / seconds
+        queue.rate = rate if queue.rate is None else queue.rate + _RATE_WEIGHT * (rate - queue.rate)
+        queue.budget = min(queue.most, max(1, int(queue.rate * self._forward_s)))
 
     def add(self, piece: Piece[T]) -> None:
         """Queue a piece behind those of its owner."""
@@ -140,3 +161,4 @@ class Batcher(Generic[T]):
             assert all(queue.owners.values()), f"{lane}: an owner without pieces"
             cost = sum(piece.cost for pieces in queue.owners.values() for piece in pieces)
             assert cost == queue.cost, f"{lane}: cost {queue.cost}, queued {cost}"
+            assert 1 <= queue.budget <= queue.most, f"{lane}: budget {queue.budget} of {queue.most}"

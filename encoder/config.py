@@ -32,6 +32,9 @@ class EncoderConfig(StageConfig):
 
     batch_patches: int = setting(16384, "patches in one vision forward", ge=1, le=10_000_000)
     batch_mel_frames: int = setting(24000, "mel frames in one audio forward", ge=1, le=10_000_000)
+    forward_ms: float = setting(
+        400.0, "time that a forward of several pieces is meant to take; batches shrink to it", ge=1, le=60000
+    )
     max_wait_ms: float = setting(4.0, "longest wait for more items while arrivals are dense", ge=0, le=1000)
     unit_window: int = setting(8, "video units that one decode job takes", ge=1, le=1024)
 

@@ -65,7 +65,14 @@ class Ranks:
         self.trials = 0
         budgets: dict[Lane, int] = {"vision": config.batch_patches, "audio": config.batch_mel_frames}
         self.seats = [
-            Seat(index, budgets, config.max_wait_ms / 1000, config.rank_timeout_s, lambda: self.upstream > 0)
+            Seat(
+                index=index,
+                budgets=budgets,
+                max_wait_s=config.max_wait_ms / 1000,
+                forward_s=config.forward_ms / 1000,
+                timeout_s=config.rank_timeout_s,
+                more_coming=lambda: self.upstream > 0,
+            )
             for index in range(config.ranks)
         ]
         self._threads = (

@@ -61,6 +61,7 @@ class Seat:
     index: int
     budgets: dict[Lane, int]
     max_wait_s: float
+    forward_s: float
     timeout_s: float
     more_coming: Callable[[], bool]
     process: RankProcess | None = None
@@ -78,7 +79,7 @@ class Seat:
     _watchdog: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self.batcher: Batcher[Work] = Batcher(self.budgets, self.max_wait_s)
+        self.batcher: Batcher[Work] = Batcher(self.budgets, self.max_wait_s, self.forward_s)
 
     def _share(self, work: Work) -> float:
         return work.cost / self.budgets[work.lane]
@@ -142,6 +143,8 @@ class Seat:
         self.figures.pieces += message.pieces
         self.figures.busy_s += end_s - start_s
         self.figures.served += sum(self._share(work) for work in batch)
+        if batch and message.pieces == len(batch):
+            self.batcher.took(batch[0].lane, sum(work.cost for work in batch), end_s - start_s)
         self.pump()
         return batch
 
@@ -154,7 +157,7 @@ class Seat:
             if timer is not None:
                 timer.cancel()
         self._timer = self._watchdog = None
-        self.batcher = Batcher(self.budgets, self.max_wait_s)
+        self.batcher = Batcher(self.budgets, self.max_wait_s, self.forward_s)
         self.held = {}
         self.running = ()
         self.outstanding = 0.0

@@ -99,12 +99,48 @@ def test_cancelled_items_leave_with_all_their_pieces() -> None:
     batcher.check_integrity()
 
 
+def test_batches_shrink_to_the_time_that_a_forward_should_take() -> None:
+    batcher: Batcher[int] = Batcher(BUDGETS, 0.0, forward_s=0.5)
+    for owner in range(40):
+        batcher.add(piece(owner, 4))
+    assert len(taken(batcher)) == 3  # an eighth of the budget until the device is known
+    batcher.took("vision", 12, 1.0)  # 12 a second: 6 in half a second
+    assert len(taken(batcher)) == 1
+    batcher.took("audio", 12, 0.01)  # another lane
+    assert len(taken(batcher)) == 1
+    for _ in range(30):
+        batcher.took("vision", 12, 0.12)  # 100 a second
+    assert len(taken(batcher)) == 12
+    for _ in range(30):
+        batcher.took("vision", 12, 0.001)
+    assert len(taken(batcher)) == 40 - 17  # 12,000 a second: all that is left, below the budget of 100
+    batcher.check_integrity()
+
+
+def test_the_time_of_a_forward_never_raises_the_budget() -> None:
+    batcher: Batcher[int] = Batcher(BUDGETS, 0.0, forward_s=0.5)
+    batcher.took("vision", 1000, 0.001)
+    for owner in range(12):
+        batcher.add(piece(owner, 10))
+    assert len(taken(batcher)) == 10
+    batcher.took("vision", 0, 0.0)
+    assert len(taken(batcher)) == 2
+
+
+def test_a_piece_that_takes_longer_than_a_forward_should_still_goes() -> None:
+    batcher: Batcher[int] = Batcher(BUDGETS, 0.0, forward_s=0.1)
+    batcher.took("vision", 1, 100.0)
+    batcher.add(piece("slow", 90))
+    batcher.add(piece("thumbnail", 1))
+    assert [taken(batcher), taken(batcher)] == [[("slow", 0)], [("thumbnail", 0)]]
+
+
 class Arrivals(RuleBasedStateMachine):
     """Nothing is lost, doubled, reordered within an owner, or above the budget."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.batcher: Batcher[int] = Batcher(BUDGETS, max_wait_s=0.005)
+        self.batcher: Batcher[int] = Batcher(BUDGETS, max_wait_s=0.005, forward_s=0.1)
         self.now = 0.0
         self.next_number = 0
         self.expected: dict[tuple[Lane, int], list[int]] = {}
@@ -124,6 +160,10 @@ class Arrivals(RuleBasedStateMachine):
         dropped = sorted(p.payload for p in self.batcher.cancel(owner))
         wanted = sorted(n for lane in BUDGETS for n in self.expected.pop((lane, owner), []))
         assert dropped == wanted
+
+    @rule(lane=st.sampled_from(["vision", "audio"]), cost=st.integers(1, 130), seconds=st.floats(1e-4, 10))
+    def embed(self, lane: Lane, cost: int, seconds: float) -> None:
+        self.batcher.took(lane, cost, seconds)
 
     @precondition(lambda self: any(self.expected.values()))
     @rule(more=st.booleans())
