@@ -17,6 +17,7 @@ BENCHMARKS = {
     "chat": "closed-loop chat load against a server: latency percentiles and throughput",
     "gateway": "latency and CPU time that the gateway adds, against a pretended model and other proxies",
     "serve": "closed or open loop on one or several servers: TTFT, TPOT, ITL, throughput, hit rate, ratios",
+    "encoder": "media load on an encoder, open or closed loop; --compare: sequential encoder, cache, a peer",
     "radix": "match and insert of the prefix cache's radix tree, no server needed",
     "scheduler": "time to the first token under each scheduling policy, live or simulated, no server needed",
     "prefix-cache": "what a multi-user trace hits, against a stock engine's retention, no server needed",
