@@ -30,6 +30,7 @@ from transom.errors import TransomError, UnavailableError
 from transom.messages import EmbeddingChunk, EncodeDone, EncodeJob, Ping, Pong, RequestFailed
 from transom.transport import Transport
 
+_CONNECT_S = 2.0
 _PING_S = 10.0
 
 
@@ -75,7 +76,7 @@ class WireTarget(Target):
     ) -> None:
         self._inbox = inbox
         key = FleetKey.load(key_file) if key_file else None
-        self._transport = Transport(bind=bind, advertise=advertise, key=key)
+        self._transport = Transport(bind=bind, advertise=advertise, key=key, connect_timeout_s=_CONNECT_S)
         self._waiting: dict[str, _Waiting] = {}
         self._pong: asyncio.Future[Pong] | None = None
 
@@ -140,6 +141,8 @@ class WireTarget(Target):
             waiting.ended.set_result(None)
 
     def _lost(self, address: str) -> None:
+        if self._pong is not None and not self._pong.done():
+            self._pong.set_exception(UnavailableError(f"no encoder listens at {address}"))
         for waiting in self._waiting.values():
             if not waiting.ended.done():
                 waiting.ended.set_exception(UnavailableError(f"connection to {address} was lost"))

@@ -206,10 +206,13 @@ async def test_a_chat_server_gets_one_item_a_request() -> None:
             return web.json_response({"error": {"message": "full"}}, status=429)
         return web.json_response({"choices": []})
 
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "other"}]})
+
     app = web.Application()
     app.add_routes(
         [
-            web.get("/v1/models", lambda _: _models()),
+            web.get("/v1/models", models),
             web.post("/v1/chat/completions", chat),
         ]
     )
@@ -235,10 +238,6 @@ async def test_a_chat_server_gets_one_item_a_request() -> None:
     with pytest.raises(UnavailableError, match="no model is served"):
         async with ChatTarget(url):
             pass
-
-
-async def _models() -> web.Response:
-    return web.json_response({"data": [{"id": "other"}]})
 
 
 async def test_an_inbox_where_no_encoder_is_says_so() -> None:
