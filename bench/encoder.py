@@ -13,7 +13,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transom.bench.report import about, append_rows, progress_bar
+from transom.bench.origin import origin
+from transom.bench.report import append_rows, progress_bar
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 
@@ -171,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         return encoder_compare.run(args)
     rows, summary = asyncio.run(_measure(args))
     if args.out:
-        append_rows(args.out, [about("encoder") | row for row in rows])
+        append_rows(args.out, [origin("encoder") | row for row in rows])
     if args.plot:
         from transom.bench.encoder_plot import plot_run
 

@@ -22,7 +22,8 @@ from transom.bench.encoder import new_bank, own_flags, parse_mix
 from transom.bench.encoder_load import Load, Row, draw_items, drive, summarise
 from transom.bench.encoder_media import ItemMaker, MediaHost, PictureBank
 from transom.bench.encoder_targets import ChatTarget, OwnProcess, Target, WireTarget, read_usage
-from transom.bench.report import about, append_rows, progress_bar
+from transom.bench.origin import origin
+from transom.bench.report import append_rows, progress_bar
 from transom.bench.tower import MEDIUM, write_checkpoint
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError, UnavailableError
@@ -51,7 +52,7 @@ class _Rig:
         self._args = args
         self._stack = stack
         self._host = host
-        self._about = about("encoder")
+        self._origin = origin("encoder")
         self._seed = args.seed * 1_000_000
         self.rows: list[Row] = []
 
@@ -87,7 +88,7 @@ class _Rig:
         summary = summarise(rows, wall_s, before, await read_usage(candidate.process, ""))
         if summary["failed"]:
             raise UnavailableError(f"{candidate.name}: {summary['failed']} items failed: {summary['errors']}")
-        row = self._about | {"table": table, "candidate": candidate.name, "qps": load.qps} | facts | summary
+        row = self._origin | {"table": table, "candidate": candidate.name, "qps": load.qps} | facts | summary
         if table:
             self.rows.append(row)
         return row
