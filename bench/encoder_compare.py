@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     if set(parse_mix(args.mix)) - {"image", "audio"}:
         raise ConfigError("--compare: the sequential encoder takes image and audio only")
     console = make_console()
+    if not console.is_terminal:
+        console.width = 120  # a file has no width
     tables = asyncio.run(_compare(args))
     if args.out:
         append_rows(args.out, [row for rows, _ in tables for row in rows])
@@ -251,34 +253,26 @@ def _medians(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+_COLUMNS = {
+    "QPS": ("qps", ".1f"),
+    "items/s": ("items_per_s", ".2f"),
+    "mean ms": ("mean_ms", ".1f"),
+    "P90 ms": ("p90_ms", ".1f"),
+    "P99 ms": ("p99_ms", ".1f"),
+    "CPU ms": ("cpu_ms_per_item", ".1f"),
+    "forward": ("forward_share", ".0%"),
+    "hits": ("hits", ".0f"),
+}
+
+
 def _table(summary: dict[str, Any]) -> Table:
-    columns = (
-        "candidate",
-        "QPS sent",
-        "items/s",
-        "mean ms",
-        "P90 ms",
-        "P99 ms",
-        "CPU ms/item",
-        "forward",
-        "hits",
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), title=summary["table"], title_justify="left"
     )
-    table = Table(*columns, title=summary["table"])
-
-    def cell(value: float | None, form: str = ".1f") -> str:
-        return "-" if value is None else format(value, form)
-
+    table.add_column("candidate", no_wrap=True)
+    for title in _COLUMNS:
+        table.add_column(title, justify="right", no_wrap=True)
     for row in summary["rows"]:
-        rate = None if row["qps"] is None else row["qps"]
-        table.add_row(
-            row["candidate"],
-            cell(rate),
-            cell(row["items_per_s"], ".2f"),
-            cell(row["mean_ms"]),
-            cell(row["p90_ms"]),
-            cell(row["p99_ms"]),
-            cell(row["cpu_ms_per_item"]),
-            cell(row["forward_share"], ".0%"),
-            cell(row["hits"], ".0f"),
-        )
+        cells = ("-" if row[name] is None else format(row[name], form) for name, form in _COLUMNS.values())
+        table.add_row(row["candidate"], *cells)
     return table

@@ -32,6 +32,7 @@ from transom.transport import Transport
 
 _CONNECT_S = 2.0
 _PING_S = 10.0
+_START_S = 300.0
 
 
 @dataclass(slots=True)
@@ -260,7 +261,7 @@ class OwnProcess:
     async def __aenter__(self) -> OwnProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         try:
-            self._child = await asyncio.to_thread(Child, self._command, log=self._log)
+            self._child = await asyncio.to_thread(Child, self._command, log=self._log, limit_s=_START_S)
         except UnavailableError as error:
             self._log.seek(0)
             told = self._log.read().decode("utf-8", "replace").strip().splitlines()[-1:]
