@@ -304,7 +304,8 @@ async def _read_forwards(http: str) -> tuple[float, dict[float, float]]:
             text = await response.text()
     except aiohttp.ClientError as error:
         raise UnavailableError(f"{http}/metrics: {error}") from None
-    seconds, batches = 0.0, {}
+    seconds = 0.0
+    batches: dict[float, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.labels.get("lane") != "vision":

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _source(index, scale, size):  # type: ignore[no-untyped-def]
     """Return the two source pixels of an output pixel along one side, and the weight of the second."""
     place = tl.maximum((index.to(tl.float32) + 0.5) * scale - 0.5, 0.0)
