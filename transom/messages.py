@@ -124,7 +124,7 @@ class EncodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="encode_job"):
     options: MediaOptions = MediaOptions()
     deadline_s: float  # unix time
     gateway: str  # inbox that gets EncodeDone or RequestFailed
-    reply_to: str  # inbox of the prefill worker: gets the EmbeddingChunks
+    reply_to: str  # inbox of the prefill worker, or the gateway's own: gets the EmbeddingChunks
 
 
 class EmbeddingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="embedding_chunk"):
