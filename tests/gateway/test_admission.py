@@ -18,24 +18,26 @@ from transom.gateway.fair_queue import Entry, FairQueue
 
 KEYS = "abcd"
 COSTS = st.floats(0.01, 1.0)
+WEIGHTS = st.floats(0.2, 5.0)
 
 
 @given(
-    backlogs=st.lists(st.tuples(COSTS, st.integers(1, 30)), min_size=1, max_size=6),
+    backlogs=st.lists(st.tuples(COSTS, WEIGHTS, st.integers(1, 30)), min_size=1, max_size=6),
     served=st.integers(0, 40),
     cost=COSTS,
+    weight=WEIGHTS,
 )
 def test_a_key_that_comes_waits_for_one_request_of_each_other_key(
-    backlogs: list[tuple[float, int]], served: int, cost: float
+    backlogs: list[tuple[float, float, int]], served: int, cost: float, weight: float
 ) -> None:
     queue: FairQueue[str] = FairQueue()
-    for number, (each, count) in enumerate(backlogs):
+    for number, (each, its_weight, count) in enumerate(backlogs):
         for _ in range(count):
-            queue.push(f"flood-{number}", 1.0, each, "flood")
+            queue.push(f"flood-{number}", its_weight, each, "flood")
     for _ in range(min(served, len(queue) - 1)):
         queue.pop()
     others = sum(queue.waiting(f"flood-{number}") > 0 for number in range(len(backlogs)))
-    mine = queue.push("mine", 1.0, cost, "mine")
+    mine = queue.push("mine", weight, cost, "mine")
     before = 0
     while queue.pop() is not mine:
         before += 1
@@ -43,7 +45,7 @@ def test_a_key_that_comes_waits_for_one_request_of_each_other_key(
 
 
 @given(
-    weights=st.lists(st.floats(0.2, 5), min_size=2, max_size=4),
+    weights=st.lists(WEIGHTS, min_size=2, max_size=4),
     costs=st.lists(COSTS, min_size=1, max_size=10),
     grants=st.integers(1, 120),
 )
