@@ -63,6 +63,7 @@ class ApiKeys:
             raise ConfigError(f"API key file {path}: {error}") from None
         found: list[ApiKey] = []
         labels: set[str] = set()
+        digests: set[bytes] = set()
         for number, line in enumerate(lines, 1):
             words = line.split()
             if not words or words[0].startswith("#"):
@@ -72,8 +73,9 @@ class ApiKeys:
             if len(labels) > _MAX_LABELS:
                 raise ConfigError(f"API key file {path}: more than {_MAX_LABELS} names of keys")
             digest = hashlib.sha256(words[0].encode()).digest()
-            if any(one.digest == digest for one in found):
+            if digest in digests:
                 raise ConfigError(f"API key file {path}, line {number}: this key stands in an earlier line")
+            digests.add(digest)
             found.append(ApiKey(digest, len(found) + 1, label, limits))
         if not found:
             raise ConfigError(f"API key file {path} holds no key")
