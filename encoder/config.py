@@ -45,6 +45,9 @@ class EncoderConfig(StageConfig):
     full_decode_pixels: int = setting(
         16_000_000, "images above are decoded at reduced scale where the model needs less", ge=1, le=10**10
     )
+    reduced_jpeg: bool = setting(
+        False, "decode every JPEG at the smallest of its scales that the model needs: faster, slightly softer"
+    )
     max_media_mb: float = setting(512.0, "size of one media file", ge=0.001, le=65536)
     max_video_s: float = setting(7200.0, "length of a video", ge=0.1, le=864000)
     max_audio_s: float = setting(7200.0, "length of a sound", ge=0.1, le=864000)

@@ -109,6 +109,7 @@ class Pipeline:
             max_tokens=self.config.max_visual_tokens,
             background=options.background,
             frame_index=options.frame_index,
+            reduced_jpeg=self.config.reduced_jpeg,
         )
 
     def audio_job(self) -> wire.AudioJob:

@@ -11,9 +11,12 @@ _SAMPLE_BYTES = 64 * 1024
 _PREPROCESSING = 1
 
 
-def model_revision(folder: Path, full_decode_pixels: int) -> str:
-    """Return a digest of config files, of the weight files' names, sizes, times, heads and tails."""
-    parts: list[bytes] = [str(_PREPROCESSING).encode(), str(full_decode_pixels).encode()]
+def model_revision(folder: Path, *decoding: object) -> str:
+    """Return a digest of config files, of the weight files' names, sizes, times, heads and tails.
+
+    `decoding` are the settings that change the pixels of a picture or frame.
+    """
+    parts: list[bytes] = [str(_PREPROCESSING).encode(), *(str(value).encode() for value in decoding)]
     for place in (folder, folder / "audio_tokenizer"):
         config = place / "config.json"
         parts.append(config.read_bytes() if config.is_file() else b"")

@@ -135,7 +135,9 @@ class EncoderStage(Stage):
             asyncio.to_thread(Expander.from_folder, folder), self._ranks.start(), self._pool.start()
         )
         self._dtype = self._ranks.dtype
-        self._revision = await asyncio.to_thread(model_revision, folder, config.full_decode_pixels)
+        self._revision = await asyncio.to_thread(
+            model_revision, folder, config.full_decode_pixels, config.reduced_jpeg
+        )
         await self._kept.open(
             f"{config.embedding_cache_scope}/{folder.name}/{self._revision}/{self._dtype}",
             config.embedding_cache_mb * _MB,

@@ -24,8 +24,23 @@ from transom.kernels.smart_resize import UnusableSizeError, smart_resize
 
 Pixels = NDArray[np.uint8]
 
+_OBJECT = re.compile(r"<[^<>]* at 0x[0-9a-f]+>")
+
+
+def _heif() -> tuple[str, ...]:
+    """Let Pillow read HEIC where the extra `heif` is installed; return the name of the format."""
+    try:
+        import pi_heif
+    except ImportError:
+        return ()
+    pi_heif.register_heif_opener()
+    return ("HEIF",)
+
+
 # No format that runs programs (EPS), reads other files or has no use in a chat.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "ICO", "JPEG2000", "PPM")
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "ICO", "JPEG2000", "PPM", *_heif(),
+)  # fmt: skip
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSED = (5, 6, 7, 8)
 _NARROW_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -74,7 +89,7 @@ def _as_media_error(job: ImageJob) -> Iterator[None]:
     except (OSError, ValueError, SyntaxError, EOFError, OverflowError, IndexError, KeyError, TypeError,
             AttributeError, ZeroDivisionError, RuntimeError, NotImplementedError) as error:  # fmt: skip
         # Pillow's plugins raise nearly anything on broken files.
-        reason = str(error) or type(error).__name__
+        reason = _OBJECT.sub("the file", str(error)) or type(error).__name__
         raise MediaError(f"image can't be decoded: {reason[:200]}") from None
 
 
@@ -149,7 +164,7 @@ def _fast_jpeg(
     data: memoryview, size: tuple[int, int], target: tuple[int, int], job: ImageJob
 ) -> Pixels | None:
     """Decode with libjpeg-turbo; None when it has objections, for Pillow to judge."""
-    reduced = size[0] * size[1] > job.full_decode_pixels
+    reduced = job.reduced_jpeg or size[0] * size[1] > job.full_decode_pixels
     try:
         return simplejpeg.decode_jpeg(  # type: ignore[no-any-return]
             data,

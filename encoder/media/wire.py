@@ -34,6 +34,7 @@ class ImageJob(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
     max_tokens: int
     background: tuple[int, int, int]
     frame_index: int
+    reduced_jpeg: bool = False  # decode JPEGs at the smallest of libjpeg's scales that the model needs
 
 
 class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio"):

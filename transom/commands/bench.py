@@ -25,6 +25,7 @@ BENCHMARKS = {
     "placement": "hit rates of media placed by polling and by the hash ring, simulated, no server needed",
     "engine": "speed of one engine in this process and the parts of its steps, no server needed",
     "kernels": "fused kernels, checked and timed against torch and a dense baseline, no server needed",
+    "video": "an hour of video to embeddings: step by step, and in runs that decode side by side",
     "shm": "put and get of the shared embedding cache against memcpy and a dict, no server needed",
 }
 
