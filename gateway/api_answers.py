@@ -42,14 +42,22 @@ class CompletionTokensDetails(Struct, kw_only=True):
     reasoning_tokens: int
 
 
+class MediaNote(Struct, kw_only=True):
+    """What the encoder remarks on a media item, counted from 0 in the order of the request."""
+
+    item: int
+    note: str
+
+
 class Usage(Struct, kw_only=True):
-    """Tokens of a request, all choices together."""
+    """Tokens of a request, all choices together; `media_notes` only where there are some."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    media_notes: list[MediaNote] | UnsetType = UNSET
 
 
 class TokenAlternative(Struct, kw_only=True):

@@ -44,7 +44,7 @@ from transom.gateway.schema import ChatRequest, Generation
 from transom.gateway.sse import EventStream
 from transom.gateway.telemetry import Observed, Telemetry
 from transom.gateway.timeline import Timeline
-from transom.gateway.trace import Trace, TraceBook
+from transom.gateway.trace import MAX_NOTES, Trace, TraceBook
 from transom.messages import PromptStats
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,10 @@ class Handlers:
         return news
 
     def _usage(self, job: Job, exchange: Exchange) -> dict[str, object]:
-        return usage(self._stats(job, exchange), job.outputs)
+        # All choices of a prompt with media have the same items.
+        items = exchange.choices[0].encode_done if exchange.choices else {}
+        notes = [(item, note) for item, done in sorted(items.items()) for note in done.notes[:MAX_NOTES]]
+        return usage(self._stats(job, exchange), job.outputs, notes)
 
     def _stats(self, job: Job, exchange: Exchange) -> list[PromptStats]:
         """Return the figures of each distinct prompt that is known by now."""

@@ -26,8 +26,16 @@ class Head:
     model: str
 
 
-def usage(stats: Sequence[PromptStats], outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
-    """Return the usage object; `stats` has one entry per prompt, however many choices it had."""
+def usage(
+    stats: Sequence[PromptStats],
+    outputs: Sequence[ChoiceOutput],
+    notes: Sequence[tuple[int, str]] = (),
+) -> dict[str, Any]:
+    """Return the usage object; `stats` has one entry per prompt, however many choices it had.
+
+    `notes` are what encoders remark on media items, by number.
+    """
+    media_notes = [{"item": item, "note": note} for item, note in notes]
     prompt = sum(one.prompt_tokens for one in stats)
     completion = sum(one.completion_tokens for one in outputs)
     return {
@@ -41,6 +49,7 @@ def usage(stats: Sequence[PromptStats], outputs: Sequence[ChoiceOutput]) -> dict
             "audio_tokens": sum(one.audio_tokens for one in stats),
         },
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in outputs)},
+        **({"media_notes": media_notes} if media_notes else {}),
     }
 
 

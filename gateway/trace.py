@@ -25,7 +25,7 @@ WorkerName = Callable[[str], str]
 
 _GATEWAY_STEPS = ("body", "parse", "prepare", "admit", "send")
 _ITEM_STEPS = ("fetch", "decode", "preprocess", "batch", "forward", "send")
-_MAX_NOTES = 8
+MAX_NOTES = 8
 _MAX_ITEM_SPANS = 200
 
 
@@ -238,5 +238,5 @@ def media_item(item: int, worker: str, done: EncodeDone | None) -> dict[str, Any
         "cache_hit": done.cache_hit if done else None,
         "tokens": done.media_tokens if done else None,
         "duration_ms": _round(done.timings_ms.get("total")) if done else None,
-        "notes": list(done.notes[:_MAX_NOTES]) if done else [],
+        "notes": list(done.notes[:MAX_NOTES]) if done else [],
     }

@@ -121,6 +121,7 @@ class Script:
     prefill_error: ErrorInfo | None = None
     encode_error: ErrorInfo | None = None
     logprobs: bool = False
+    notes: tuple[str, ...] = ()  # what encoders remark
 
 
 @dataclass
@@ -196,6 +197,7 @@ class ScriptedFleet:
                 modality=job.modality,
                 content_key=job.routing_key,
                 media_tokens=ROWS,
+                notes=self.script.notes,
                 timings_ms={"total": 1.0},
                 spans=(("decode", 0.0, 0.4), ("forward", 0.3, 0.5), ("send", 0.8, 0.2)),
             )

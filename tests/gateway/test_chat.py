@@ -37,6 +37,19 @@ async def test_an_answer_comes_back_whole(fleet: ScriptedFleet, client: openai.A
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
+async def test_what_encoders_remark_is_in_the_usage(fleet: ScriptedFleet, client: openai.AsyncOpenAI) -> None:
+    picture = {"type": "image_url", "image_url": {"url": PIXEL}}
+    content = [{"type": "text", "text": "Both?"}, picture, picture]
+    for notes in ((), ("image is a sketch",)):
+        fleet.script = Script(notes=notes)
+        reply = await client.chat.completions.create(
+            model="mimo-nano", messages=[{"role": "user", "content": content}]
+        )
+        assert reply.usage is not None
+        said = (reply.usage.model_extra or {}).get("media_notes")
+        assert said == ([{"item": item, "note": notes[0]} for item in (0, 1)] if notes else None)
+
+
 async def test_a_stream_says_the_same_as_the_whole_answer(
     fleet: ScriptedFleet, client: openai.AsyncOpenAI
 ) -> None:
