@@ -6,7 +6,9 @@ Routes messages of workers to the requests they belong to. Loads no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 from typing import Any
 
 from aiohttp import web
@@ -75,6 +77,7 @@ class GatewayStage(Stage):
 
     async def start(self, transport: Transport) -> None:
         config = self._config
+        raise_open_files()
         model = await asyncio.to_thread(Model.load, config)
         fleet = self._fleet = Fleet(
             transport,
@@ -189,3 +192,10 @@ class GatewayStage(Stage):
             return response
 
         return handler
+
+
+def raise_open_files() -> None:
+    """Let the process open as many files as the system allows at all: each client takes a descriptor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems call it unlimited and then refuse
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

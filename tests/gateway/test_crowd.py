@@ -6,6 +6,8 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import AsyncExitStack
 from typing import Any
@@ -117,6 +119,17 @@ async def test_slow_readers_do_not_grow_memory(tokenizer: Tokenizer) -> None:
         assert grown_bytes < 40 * 1024 * 1024, f"{grown_bytes / slow:.0f} bytes for each slow reader"
         await fleet.until_idle()
         assert len(decode.aborted()) == slow
+
+
+def test_a_low_soft_limit_of_open_files_is_raised() -> None:
+    code = (
+        "import resource as r; _, hard = r.getrlimit(r.RLIMIT_NOFILE);"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, hard));"
+        "from transom.gateway.server import raise_open_files; raise_open_files();"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_sigterm_lets_running_answers_end_and_takes_no_new_ones(tokenizer: Tokenizer) -> None:
