@@ -147,18 +147,20 @@ class Bench:
         queries = q.view(len(spans), count, s.heads, s.head_dim).transpose(1, 2)
 
         def softmax(dtype: torch.dtype) -> torch.Tensor:
-            """Gather, repeat the KV heads and spell the softmax out."""
+            """Gather and spell the softmax out, a KV head at a time: all scores would not fit."""
             group = s.heads // kv_heads
             outputs = []
             for request, where in zip(queries, places):
-                keys = k[:, where].to(dtype).repeat_interleave(group, 0)
-                values = v[:, where].to(dtype).repeat_interleave(group, 0)
-                scores = (request.to(dtype) @ keys.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
-                if sink is not None:
-                    column = sink.to(dtype).view(-1, 1, 1).expand(-1, count, 1)
-                    scores = torch.cat([scores, column], dim=-1)
-                outputs.append(scores.softmax(-1)[..., :length] @ values)
-            return torch.stack(outputs).transpose(1, 2).reshape(len(q), -1)
+                for head in range(kv_heads):
+                    mine = slice(head * group, (head + 1) * group)
+                    scores = request[mine].to(dtype) @ k[head, where].to(dtype).T * scale
+                    scores = scores.masked_fill(~seen, float("-inf"))
+                    if sink is not None:
+                        column = sink[mine].to(dtype).view(-1, 1, 1).expand(-1, count, 1)
+                        scores = torch.cat([scores, column], dim=-1)
+                    outputs.append(scores.softmax(-1)[..., :length] @ v[head, where].to(dtype))
+            out = torch.stack(outputs).view(len(spans), s.heads, count, s.v_head_dim)
+            return out.transpose(1, 2).reshape(len(q), -1)
 
         pad = s.head_dim - s.v_head_dim
         dense_k = k[:, places].transpose(0, 1).contiguous()

@@ -168,6 +168,8 @@ class DualPools:
     """Both pools and the map between them.
 
     `margin` tokens of SWA slots stay behind the window, for the window at the last full page of an answer.
+    `clear_pages` zeroes pages when they are handed out, for attention that gives unwritten slots a weight of 0
+    but reads them.
     """
 
     def __init__(
@@ -178,8 +180,10 @@ class DualPools:
         dtype: torch.dtype,
         device: torch.device,
         margin: int = 0,
+        clear_pages: bool = True,
     ) -> None:
         specs = config.layers
+        self._clear_pages = clear_pages
         self.plan = plan
         self.page_size = plan.page_size
         self.device = device
@@ -305,8 +309,9 @@ class DualPools:
         except PoolExhaustedError:
             self.full_pages.free(full)
             raise
-        self.full.zero(full)
-        self.swa.zero(swa)
+        if self._clear_pages:
+            self.full.zero(full)
+            self.swa.zero(swa)
         self.swa_of[full[wanted - swa_wanted :]] = swa
         kv.append(full)
         kv.swa_from = max(kv.swa_from, total - swa_wanted) if swa_wanted < wanted else kv.swa_from

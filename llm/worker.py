@@ -110,7 +110,9 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         context_len=config.max_context_len or model.config.max_position_embeddings,
         swa_release_interval=config.swa_release_interval,
     )
-    pools = DualPools(model.config, plan, dtype=dtype, device=device, margin=margin)
+    ops = kernels.ops(wait_s=config.kernel_build_wait_s, threads=threads)
+    fast = fused(model, ops) if ops is not None else None
+    pools = DualPools(model.config, plan, dtype=dtype, device=device, margin=margin, clear_pages=fast is None)
     cache = None
     if isinstance(config, PrefillConfig) and config.prefix_cache:
         policy = RetentionPolicy(
@@ -124,9 +126,8 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
             pools, config.model, model.config.eos_token_ids, policy=policy, answers=config.cache_answers
         )
     order = make_order(config.schedule_policy, config.waiting_credit)
-    ops = kernels.ops(wait_s=config.kernel_build_wait_s, threads=threads)
-    fast: Model = (fused(model, ops) if ops is not None else None) or model
-    return Engine(fast, pools, limits, emit, order=order, cache=cache), fast
+    runs: Model = fast or model
+    return Engine(runs, pools, limits, emit, order=order, cache=cache), runs
 
 
 def _keeps_answers(config: LlmConfig) -> bool:

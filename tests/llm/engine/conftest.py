@@ -100,9 +100,11 @@ def make_pools() -> Callable[..., DualPools]:
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
         margin: int = 0,
+        clear_pages: bool = True,
     ) -> DualPools:
         plan = PoolPlan(page_size, full + 1, swa + 1, 0, 0)
-        return DualPools(config, plan, dtype=dtype, device=torch.device("cpu"), margin=margin)
+        device = torch.device("cpu")
+        return DualPools(config, plan, dtype=dtype, device=device, margin=margin, clear_pages=clear_pages)
 
     return make
 

@@ -89,7 +89,7 @@ def test_hidden_states_do_not_depend_on_chunks_or_batch(
     order = list(range(len(prompts)))
     random.shuffle(order)
     with torch.inference_mode():
-        pools = make_pools(model.config, full=1000, swa=1000, page_size=page_size)
+        pools = make_pools(model.config, full=1000, swa=1000, page_size=page_size, clear_pages=False)
         for store in (pools.full, pools.swa):
             store.k[:, :, 1:] = store.v[:, :, 1:] = float("nan")
         batched = run_in_steps(native, pools, prompts, cuts, order)
