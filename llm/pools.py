@@ -168,8 +168,8 @@ class DualPools:
     """Both pools and the map between them.
 
     `margin` tokens of SWA slots stay behind the window, for the window at the last full page of an answer.
-    `clear_pages` zeroes pages when they are handed out, for attention that gives unwritten slots a weight of 0
-    but reads them.
+    `clear_pages` zeroes pages when they are handed out, for attention that reads slots which nobody has
+    written and gives them a weight of 0.
     """
 
     def __init__(
