@@ -119,7 +119,8 @@ class KeptEncodings:
 
     async def keep(self, encoding: Encoding, claim: Claim, dtype: Dtype) -> None:
         """Make the entry of a complete encoding. Ends the claim."""
-        work = asyncio.create_task(asyncio.to_thread(_publish, claim, encoding, dtype))
+        # Taken here: while a thread works, the last reader may leave and the encoding forget its chunks.
+        work = asyncio.create_task(asyncio.to_thread(_publish, claim, *pack(encoding, dtype)))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -130,8 +131,8 @@ class KeptEncodings:
             logger.warning("%s is not kept: %s", encoding.key, error.message)
 
 
-def _publish(claim: Claim, encoding: Encoding, dtype: Dtype) -> None:
-    if lease := claim.publish(*pack(encoding, dtype)):
+def _publish(claim: Claim, meta: EntryMeta, parts: list[NDArray[Any]]) -> None:
+    if lease := claim.publish(meta, parts):
         lease.release()
 
 

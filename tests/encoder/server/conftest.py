@@ -134,7 +134,7 @@ class Client:
 
     async def wait(self, *results: Result) -> None:
         """Return when all results have ended."""
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(180):
             for result in results:
                 await result.ended.wait()
 

@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,28 @@ async def test_what_one_kept_another_sends_again(scope: str) -> None:
     assert one.load()["cache_bytes"] > 0
     await one.close()
     await two.close()  # with chunks that are still in use
+
+
+async def test_an_entry_is_made_even_if_the_last_reader_leaves_meanwhile(scope: str) -> None:
+    kept = await opened(scope)
+    source = Encoding(KEY, "image", keep_bytes=0, window_bytes=1 << 20)
+    reader = source.join()
+    await source.publish(Chunk([1], np.ones((1, 64), np.uint16), 0, last=True))
+    claim = await kept.find(source)
+    assert isinstance(claim, Claim)
+    hold = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.create_task(asyncio.to_thread(hold.wait))
+    await asyncio.sleep(0)
+    keeping = asyncio.create_task(kept.keep(source, claim, "bfloat16"))
+    await asyncio.sleep(0)
+    while await source.next(reader) is not None:
+        pass
+    assert not source.complete  # it has forgotten what was delivered
+    hold.set()
+    await asyncio.gather(busy, keeping)
+    assert isinstance(await kept.find(encoding("image")), Lease)
+    await kept.close()
 
 
 async def test_pictures_wait_for_another_encoder_and_streams_do_not(scope: str) -> None:
