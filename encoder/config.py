@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from transom.config import StageConfig, setting
+
+_MOST_DECODERS = 16  # unless told otherwise: each takes 60 MB of memory while it does nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,10 @@ class EncoderConfig(StageConfig):
         (), "inbox of a gateway that takes encoders which announce themselves", metavar="ADDR"
     )
 
-    decode_workers: int = setting(2, "processes that decode media", ge=1, le=256)
+    decode_workers: int = setting(
+        0, "processes that decode media, one of them for pictures alone; 0: a core each, at most 16, and one",
+        ge=0, le=256,
+    )  # fmt: skip
     decode_threads: int = setting(1, "threads of one video decoder", ge=1, le=64)
     decode_timeout_s: float = setting(60.0, "a decoder silent for so long is killed", ge=0.1, le=3600)
     decode_memory_mb: int = setting(4096, "address space of a decode process; 0: no limit", ge=0, le=1048576)
@@ -82,3 +88,8 @@ class EncoderConfig(StageConfig):
     embedding_cache_scope: str = setting(
         "", "encoders of one user, checkpoint and dtype share embeddings if this is equal too", metavar="NAME"
     )
+
+    @property
+    def decode_processes(self) -> int:
+        """The number of decode workers."""
+        return self.decode_workers or min(len(os.sched_getaffinity(0)), _MOST_DECODERS) + 1

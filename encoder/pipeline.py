@@ -69,9 +69,9 @@ class Pipeline:
         self.audio = audio
         self.metrics = metrics
         # Clips share the decode workers slice by slice; more of them at once would only all be late.
-        self._clips = asyncio.Semaphore(max(2, config.decode_workers))
+        self._clips = asyncio.Semaphore(max(2, config.decode_processes))
         # Bounds the pictures between a decoder and their place in a rank's queue.
-        self._decoded = asyncio.Semaphore(2 * config.decode_workers + 2)
+        self._decoded = asyncio.Semaphore(2 * config.decode_processes + 2)
         self._patch_bytes = 4 * 3 * processor.temporal_patch_size * processor.patch_size**2
         # Bounds what waits for a forward, over all items, in patches.
         pending_cost = _FORWARDS_PENDING * config.batch_patches * config.ranks

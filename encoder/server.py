@@ -123,7 +123,7 @@ class EncoderStage(Stage):
         self._transport = transport
         _allow_descriptors()
         self._pool = DecodePool(
-            workers=config.decode_workers,
+            workers=config.decode_processes,
             timeout_s=config.decode_timeout_s,
             memory_mb=config.decode_memory_mb,
         )
@@ -157,7 +157,7 @@ class EncoderStage(Stage):
         self._announcer = Announcer(transport, config.announce_to)
         self._announcer.start()
         logger.info(
-            "encoder of %s, %d ranks, %d decode workers", folder.name, config.ranks, config.decode_workers
+            "encoder of %s, %d ranks, %d decode workers", folder.name, config.ranks, config.decode_processes
         )
 
     async def handle(self, received: Received) -> None:

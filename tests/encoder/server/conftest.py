@@ -156,7 +156,11 @@ class Client:
 def start_encoder(*flags: str, scope: str = "") -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """Start an encoder that shares its embeddings with those of the same scope only."""
     scope = scope or uuid.uuid4().hex
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSOM_ENCODER_EMBEDDING_CACHE_SCOPE": scope}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TRANSOM_ENCODER_EMBEDDING_CACHE_SCOPE": scope,
+        "TRANSOM_ENCODER_DECODE_WORKERS": "2",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "transom", "encoder", "--threads", "1", *flags],
         stdout=subprocess.PIPE,

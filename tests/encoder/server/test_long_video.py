@@ -48,18 +48,46 @@ async def metric(client: Any, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def processes(pid: int) -> list[int]:
+    """The encoder and its children."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [pid, *(int(child) for task in tasks for child in (task / "children").read_text().split())]
+
+
+def peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+# The first test of the module: what others sent would have raised the peaks already.
+async def test_memory_does_not_grow_with_the_length_of_a_clip(
+    client: Any, encoder: dict[str, Any], hour: bytes
+) -> None:
+    pids = processes(encoder["pid"])
+    assert len(pids) == 4
+    before: list[int] = []
+    for number, data in enumerate((clip_of(120), clip_of(121), hour)):
+        before = [peak_bytes(pid) for pid in pids]
+        result = client.send(f"length-{number}", "video", data)
+        await client.wait(result)
+        assert result.error is None
+    # The frames of an hour are 44 MB.
+    grown = [peak_bytes(pid) - was for pid, was in zip(pids, before, strict=True)]
+    assert max(grown) < 24 * 1024**2
+
+
 async def test_the_first_embeddings_of_an_hour_leave_early_and_all_of_them_come(
     client: Any, hour: bytes
 ) -> None:
-    result = client.send("hour", "video", hour)
+    units, ratio = "transom_encoder_video_units_total", "transom_encoder_first_chunk_decoded_ratio"
+    names = (units, f"{ratio}_count", f'{ratio}_bucket{{le="0.1"}}')
+    before = [await metric(client, name) for name in names]
+    result = client.send("hour", "video", hour, background=(0, 0, 0))  # another key than before
     await client.wait(result)
     assert result.error is None
     assert result.chunks > 1
-    units = await metric(client, "transom_encoder_video_units_total")
-    assert units == 64  # of the demo model's 128 frames
-    name = "transom_encoder_first_chunk_decoded_ratio"
-    assert await metric(client, f"{name}_count") == 1
-    assert await metric(client, f'{name}_bucket{{le="0.1"}}') == 1
+    grown = [await metric(client, name) - was for name, was in zip(names, before, strict=True)]
+    assert grown == [64, 1, 1]  # units of the demo model's 128 frames; one clip, which began early
     assert result.rows[0].shape[0] <= len(result.embedding) * 0.1
 
 
