@@ -101,9 +101,10 @@ def make_pools() -> Callable[..., DualPools]:
         dtype: torch.dtype = torch.float32,
         margin: int = 0,
         clear_pages: bool = True,
+        device: torch.device | None = None,
     ) -> DualPools:
         plan = PoolPlan(page_size, full + 1, swa + 1, 0, 0)
-        device = torch.device("cpu")
+        device = device or torch.device("cpu")
         return DualPools(config, plan, dtype=dtype, device=device, margin=margin, clear_pages=clear_pages)
 
     return make

@@ -151,6 +151,30 @@ def test_greedy_tokens_are_those_of_the_uncached_torch_run(
     harness.assert_nothing_left()
 
 
+def test_triton(
+    make_model: Callable[..., MiMoV2ForCausalLM], triton_ops: FusedOps, make_pools: Pools
+) -> None:
+    """The same model code over Triton's kernels: a chunk, a token, and rows of the last layer left out."""
+    model = make_model(num_hidden_layers=2, hybrid_layer_pattern=[1, 0], moe_layer_freq=[0, 1])
+    prompt = torch.randint(0, 96, (14,), generator=torch.Generator().manual_seed(9))
+    expected = uncached(model, prompt)
+    model, device = model.to(triton_ops.device), triton_ops.device
+    pools = make_pools(model.config, device=device, clear_pages=False)
+    for store in (pools.full, pools.swa):
+        store.k[:, :, 1:] = store.v[:, :, 1:] = float("nan")
+    native, kv = fuse(model, triton_ops), RequestKV()
+    with torch.inference_mode():
+        for begin, end, rows in ((0, 10, [3, 9]), (10, 11, [0]), (11, 14, [2])):
+            pools.extend(kv, end)
+            x = native.embed(prompt[begin:end].to(device))
+            hidden = native.forward(x, native.place(pools, [(kv, begin, end - begin)]), np.array(rows))
+            wanted = expected[[begin + row for row in rows]]
+            torch.testing.assert_close(hidden.cpu(), wanted, atol=3e-5, rtol=1e-4)
+            kv.length = end
+            pools.slide(kv)
+        torch.testing.assert_close(native.logits(hidden).cpu(), model.logits(hidden).cpu())
+
+
 def test_a_dense_model_with_sinks_everywhere(
     make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps, make_pools: Pools
 ) -> None:
