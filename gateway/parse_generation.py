@@ -53,10 +53,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _equal(given: Any, value: Any) -> bool:
+    """Compare as JSON does: true is not 1."""
+    return bool(given == value) and isinstance(given, bool) == isinstance(value, bool)
+
+
 def refuse_unsupported(body: Fields) -> None:
     """Raise RequestError for the first field that asks for something that isn't there."""
     for name, harmless in UNSUPPORTED.items():
-        if body.has(name) and body.raw[name] not in harmless:
+        if body.has(name) and not any(_equal(body.raw[name], one) for one in harmless):
             raise body.refuse(name, "this field is not supported")
     modalities = body.array("modalities")
     if any(item != "text" for item in modalities):
