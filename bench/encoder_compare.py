@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,21 +102,24 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     if not console.is_terminal:
         console.width = 120  # a file has no width
-    tables = asyncio.run(_compare(args))
-    if args.out:
-        append_rows(args.out, [row for rows, _ in tables for row in rows])
+    tables: list[dict[str, Any]] = []
+
+    def finish(rows: list[Row], summary: dict[str, Any]) -> None:
+        # At once: a later table must not take an earlier one along when it fails.
+        tables.append(summary)
+        if args.out:
+            append_rows(args.out, rows)
+        if not args.json:
+            console.print(_table(summary))
+            console.print("\n".join(summary["lines"]))
+
+    asyncio.run(_compare(args, finish))
     if args.json:
-        write_json({"benchmark": "encoder", "tables": [summary for _, summary in tables]})
-        return 0
-    for _, summary in tables:
-        console.print(_table(summary))
-        for line in summary["lines"]:
-            console.print(line)
+        write_json({"benchmark": "encoder", "tables": tables})
     return 0
 
 
-async def _compare(args: argparse.Namespace) -> list[tuple[list[Row], dict[str, Any]]]:
-    tables = []
+async def _compare(args: argparse.Namespace, finish: Callable[[list[Row], dict[str, Any]], None]) -> None:
     works = {"write-up": _write_up, "cache": _cache, "tower": _tower}
     for name, work in works.items():
         if name in args.skip:
@@ -125,8 +128,7 @@ async def _compare(args: argparse.Namespace) -> list[tuple[list[Row], dict[str, 
             host = await stack.enter_async_context(MediaHost(args.host_ms / 1000))
             rig = _Rig(args, stack, host)
             summary = await work(args, rig, stack)
-            tables.append((rig.rows, {"table": name} | summary))
-    return tables
+            finish(rig.rows, {"table": name} | summary)
 
 
 async def _write_up(args: argparse.Namespace, rig: _Rig, stack: AsyncExitStack) -> dict[str, Any]:

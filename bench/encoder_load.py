@@ -129,8 +129,9 @@ def summarise(rows: Sequence[Row], wall_s: float, before: Usage | None, after: U
     if before is not None and after is not None:
         if before.cpu_s is not None and after.cpu_s is not None:
             summary["cpu_ms_per_item"] = round(1000 * (after.cpu_s - before.cpu_s) / max(len(good), 1), 2)
-        summary["forward_share"] = round((after.forward_s - before.forward_s) / wall_s, 3)
-        summary["batch_pieces"] = batch_histogram(before.batches, after.batches)
+        if after.batches:  # the sequential encoder counts none
+            summary["forward_share"] = round((after.forward_s - before.forward_s) / wall_s, 3)
+            summary["batch_pieces"] = batch_histogram(before.batches, after.batches)
     return summary
 
 
