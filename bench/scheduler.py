@@ -37,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", nargs="+", choices=POLICIES, default=["fcfs", "fewest-uncached"], help="to compare"
     )
     parser.add_argument(
-        "--credit", type=float, metavar="N",
-        help="waiting credit in tokens a second; default: a quarter of the worker's rate in a simulation,"
-        " 2000 with nano",
-    )  # fmt: skip
+        "--stretch", type=float, default=50, metavar="X", help="waiting_stretch (default %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="with nano (default %(default)s)")
     parser.add_argument(
         "--long",
@@ -68,11 +66,12 @@ def run(args: argparse.Namespace) -> int:
         args.repeats < 1
         or args.shorts < 1
         or args.long < 1
+        or args.stretch < 1
         or not 0 < args.load <= 2
         or args.batch_tokens < 1
     ):
         raise ConfigError(
-            "--repeats, --shorts, --long and --batch-tokens: at least 1; --load: above 0, up to 2"
+            "--repeats, --shorts, --long, --stretch and --batch-tokens: at least 1; --load: above 0, up to 2"
         )
     rows = _simulate(args) if args.trace else _live(args)
     if args.out:
@@ -113,8 +112,7 @@ def _live(args: argparse.Namespace) -> list[dict[str, Any]]:
     host_shares = []
     for repeat in range(args.repeats):
         for policy in args.policies:  # interleaved, as a shared machine drifts
-            order = make_order(policy, args.credit or 2000)
-            found, host_share = _run_nano(order, args.long, args.shorts, seed=repeat)
+            found, host_share = _run_nano(policy, args.stretch, args.long, args.shorts, seed=repeat)
             host_shares.append(host_share)
             for kind, ttft_s in found:
                 times.setdefault((policy, kind), []).append(ttft_s)
@@ -123,7 +121,9 @@ def _live(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [_row(source, policy, kind, found) | host for (policy, kind), found in sorted(times.items())]
 
 
-def _run_nano(order: Order, long_len: int, shorts: int, seed: int) -> tuple[list[tuple[str, float]], float]:
+def _run_nano(
+    policy: str, stretch: float, long_len: int, shorts: int, seed: int
+) -> tuple[list[tuple[str, float]], float]:
     """Serve a long prompt and short ones behind it; return (kind, TTFT) of each and the host's share."""
     # Late: help must not wait for torch.
     import torch
@@ -153,8 +153,9 @@ def _run_nano(order: Order, long_len: int, shorts: int, seed: int) -> tuple[list
                 first_s.setdefault(event.request_id, time.perf_counter())
 
     limits = EngineLimits(512, 64, model.config.max_position_embeddings, 16)
-    policy = RetentionPolicy(pools.window, pools.page_size)
-    cache = PrefixCache(pools, NANO_NAME, model.config.eos_token_ids, policy=policy)
+    retention = RetentionPolicy(pools.window, pools.page_size)
+    cache = PrefixCache(pools, NANO_NAME, model.config.eos_token_ids, policy=retention)
+    order = make_order(policy, lambda: engine.tokens_per_s / stretch)
     engine = Engine(model, pools, limits, emit, order=order, cache=cache, clock=time.perf_counter)
     random = torch.Generator().manual_seed(seed)
 
@@ -220,7 +221,7 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
     rate = sum(uncached) / max(requests[-1][0] - requests[0][0], 1e-3) / args.load
     rows = []
     for policy in args.policies:
-        order = make_order(policy, args.credit or rate / 4)
+        order = make_order(policy, lambda: rate / args.stretch)
         times = _serve(requests, order, rate, args.batch_tokens)
         source = f"{args.trace.stem}, one worker of {rate:,.0f} tokens/s, load {args.load}"
         for kind, low, high in (

@@ -45,11 +45,11 @@ class LlmConfig(StageConfig):
         " first come first served, longest cached prefix, earliest deadline",
         choices=POLICIES,
     )
-    waiting_credit: int = setting(
-        2000,
-        "fewest-uncached: tokens of credit for each second a request waits; it is passed by shorter ones for"
-        " at most its tokens / this many seconds",
-        ge=1,
+    waiting_stretch: float = setting(
+        50.0,
+        "fewest-uncached: later prompts pass one for at most this many times as long as computing it takes",
+        ge=1.0,
+        le=1e6,
     )
     max_waiting_tokens: int = setting(
         131072, "prompt tokens that may wait here; more are refused with 429", ge=1

@@ -158,6 +158,11 @@ class Engine:
         """Hand over a command; thread-safe, never blocks."""
         self._commands.put(command)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """What the model has computed in a second of its time so far, 1 at least."""
+        return max(self._computed_tokens / self._model_s, 1.0) if self._model_s else 1.0
+
     def load(self) -> dict[str, float]:
         """Return figures of the current load; thread-safe, each figure true at some recent moment.
 

@@ -6,7 +6,7 @@ in each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transom.errors import ConfigError
 from transom.llm.scheduler import Order, RequestView
@@ -14,10 +14,10 @@ from transom.llm.scheduler import Order, RequestView
 POLICIES = ("fewest-uncached", "fcfs", "longest-prefix", "deadline")
 
 
-def make_order(policy: str, credit_tokens_per_s: float) -> Order:
-    """Return the order of that name; the credit is for "fewest-uncached" alone."""
+def make_order(policy: str, credit: Callable[[], float]) -> Order:
+    """Return the order of that name; the credit, in tokens a second, is for "fewest-uncached" alone."""
     if policy == "fewest-uncached":
-        return fewest_uncached_first(credit_tokens_per_s)
+        return fewest_uncached_first(credit)
     order = {
         "fcfs": first_come_first_served,
         "longest-prefix": longest_prefix_first,
@@ -28,17 +28,19 @@ def make_order(policy: str, credit_tokens_per_s: float) -> Order:
     return order
 
 
-def fewest_uncached_first(credit_tokens_per_s: float) -> Order:
+def fewest_uncached_first(credit: Callable[[], float]) -> Order:
     """Order by the tokens left to compute, less a credit for each second since the request arrived.
 
     A request of n uncached tokens is passed only by those that arrive at most n / credit seconds after it:
-    both get the same credit for the time they wait together, so the order of two requests changes only by
-    computing, which never puts a request back.
+    both get the same credit for the time they wait together, so at one credit the order of two requests
+    changes only by computing, which never puts a request back.
     """
 
     def order(views: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        per_s = credit()
+
         def cost(view: RequestView) -> float:
-            return view.known_len - view.stored_len - credit_tokens_per_s * (now_s - view.arrived_s)
+            return view.known_len - view.stored_len - per_s * (now_s - view.arrived_s)
 
         return sorted(views, key=lambda view: (-view.priority, cost(view), view.arrived_s))
 

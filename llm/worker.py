@@ -125,9 +125,10 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         cache = PrefixCache.where_it_fits(
             pools, config.model, model.config.eos_token_ids, policy=policy, answers=config.cache_answers
         )
-    order = make_order(config.schedule_policy, config.waiting_credit)
+    order = make_order(config.schedule_policy, lambda: engine.tokens_per_s / config.waiting_stretch)
     runs: Model = fast or model
-    return Engine(runs, pools, limits, emit, order=order, cache=cache), runs
+    engine = Engine(runs, pools, limits, emit, order=order, cache=cache)
+    return engine, runs
 
 
 def _keeps_answers(config: LlmConfig) -> bool:

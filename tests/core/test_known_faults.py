@@ -15,6 +15,7 @@ NAMES, FETCH = "encoder/server/test_names.py", "encoder/server/test_fetch.py"
 TRANSPORT, IMPORTS = "core/test_transport.py", "core/test_imports.py"
 IMAGE, SERVER = "encoder/media/test_image.py", "encoder/server/test_server.py"
 MEDIA_KEY, RADIX_KEYS = "core/test_media_key.py", "llm/radix/test_keys.py"
+MEMORY, RETURNED, TREE = "llm/engine/test_memory.py", "llm/engine/test_answers.py", "llm/radix/test_tree.py"
 PREFIX, PARSE, ANSWERS = "llm/engine/test_prefix_cache.py", "gateway/test_parse.py", "process/test_answers.py"
 
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -145,11 +146,58 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{SERVER}::test_a_sound_longer_than_a_segment_comes_in_chunks",
         "encoder/media/test_audio.py::test_length_limit_is_told",
     ),
+    # KV, windows and the prefix cache
+    "a prefix hit reads what another request left in the window": (
+        f"{PREFIX}::test_the_same_prompt_again",
+        f"{PREFIX}::test_what_a_hit_hands_over_is_what_a_cold_run_does",
+    ),
+    "window slots leak, or a prefix with a hole in its window is taken": (
+        f"{PREFIX}::test_random_traffic_over_a_tiny_pool",
+        "llm/radix/test_state_machine.py::test_random_traffic_agrees_with_the_dict",
+        "llm/radix/test_mutants.py::test_a_broken_rule_is_noticed",
+    ),
+    "what an unfinished prompt has moved past is cached as if its window were live": (
+        "llm/engine/test_engine_doc.py::test_the_drawings_are_what_the_engine_does",
+    ),
+    "hits fall to nothing for all sessions long before the pool is full": (
+        f"{TREE}::test_hits_stay_until_the_pool_is_really_full",
+        f"{TREE}::test_one_window_a_session_is_enough",
+    ),
+    "NaN in the pages of a former owner reaches a later request": (
+        "llm/engine/test_paged_attention.py::test_stale_garbage_never_reaches_a_later_owner",
+        f"{PREFIX}::test_nan_is_not_cached",
+        f"{RETURNED}::test_answers_that_do_not_fit_are_refused",
+    ),
+    "nothing ever hits, and nobody is told": (f"{PREFIX}::test_missing_windows_are_told",),
+    "a next turn finds no window to start from": (
+        f"{PREFIX}::test_turns_with_the_answers_in_the_history",
+        f"{RETURNED}::test_answers_are_not_prefilled_again",
+        "llm/engine/test_stages.py::test_answers_are_cached_where_their_prompts_are",
+    ),
+    "a request hangs although much could be evicted": (f"{PREFIX}::test_much_evictable_and_little_free",),
+    "requests wait for each other's pages for ever": (
+        f"{MEMORY}::test_no_deadlock_in_too_little_memory",
+        "llm/engine/test_scheduler.py::test_everyone_gets_through_in_any_memory",
+    ),
+    "a long prompt holds short ones back, or is itself held back for ever": (
+        "llm/engine/test_scheduler.py::test_short_prompts_pass_a_long_one_under_way",
+        "llm/engine/test_scheduler.py::test_the_wait_of_a_long_prompt_is_bounded",
+    ),
+    "prompts that begin alike and come together are computed each for itself": (
+        "llm/engine/test_sharing.py::test_a_shared_prefix_is_computed_once",
+        "llm/engine/test_sharing.py::test_a_follower_goes_on_where_the_first_was_stopped",
+    ),
+    "clients that leave while retracted leave their KV in host memory": (
+        f"{MEMORY}::test_clients_that_leave_while_retracted_leave_nothing",
+    ),
+    "slots are used again while a transfer still reads them": (
+        f"{MEMORY}::test_what_was_handed_over_is_a_copy",
+    ),
 }  # fmt: skip
 
 
 @cache
-def tests_of(path: Path) -> frozenset[str]:
+def _tests_in(path: Path) -> frozenset[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return frozenset(
@@ -161,4 +209,4 @@ def tests_of(path: Path) -> frozenset[str]:
 def test_a_test_would_notice(fault: str, repository: Path) -> None:
     for name in FAULTS[fault]:
         file, _, function = name.partition("::")
-        assert function in tests_of(repository / "tests" / file), name
+        assert function in _tests_in(repository / "tests" / file), name

@@ -262,6 +262,6 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         **limits: int,
     ) -> Harness:
         pools = make_pools(model.config, full=full, swa=swa, page_size=page_size, margin=margin)
-        return Harness(model, pools, clock, cached, make_order(policy, 10.0), answers, **limits)
+        return Harness(model, pools, clock, cached, make_order(policy, lambda: 10.0), answers, **limits)
 
     return make

@@ -155,7 +155,7 @@ def test_everyone_gets_through_in_any_memory(
 ) -> None:
     """Each request alone fits; together they may need many times the pools. Prompts arrive in two parts."""
     limits = Limits(batch_tokens, min(running, batch_tokens), PAGE_SIZE, WINDOW)
-    simulation = Simulation(full, swa, limits, make_order(policy, 5.0))
+    simulation = Simulation(full, swa, limits, make_order(policy, lambda: 5.0))
     late: dict[int, list[Simulated]] = {}
     for i, (prompt_len, output_len, hands_off, delay) in enumerate(shapes):
         known = prompt_len if delay == 0 else prompt_len // 2
@@ -246,10 +246,10 @@ def test_orders(policy: str, expected: list[str]) -> None:
         view("short", arrived_s=6.0, known_len=40, deadline_s=20.0),
         view("urgent", arrived_s=9.0, known_len=900, priority=1),
     ]
-    order = make_order(policy, 10.0)
+    order = make_order(policy, lambda: 10.0)
     assert [v.request_id for v in order(views, 10.0)] == expected
     with pytest.raises(ConfigError, match="schedule_policy 'best'"):
-        make_order("best", 1.0)
+        make_order("best", lambda: 1.0)
 
 
 @given(
@@ -267,7 +267,7 @@ def test_the_wait_of_a_long_prompt_is_bounded(
     """
     batch = 16
     simulation = Simulation(
-        10_000, 10_000, Limits(batch, batch, PAGE_SIZE, WINDOW), fewest_uncached_first(credit)
+        10_000, 10_000, Limits(batch, batch, PAGE_SIZE, WINDOW), fewest_uncached_first(lambda: credit)
     )
     arrivals = [
         (at, Simulated(f"r{i}", float(at), length, 1, True, length)) for i, (at, length) in enumerate(shorts)
@@ -291,12 +291,14 @@ def test_short_prompts_pass_a_long_one_under_way() -> None:
     long = view("long", known_len=16_000, stored_len=512, ready_len=15_488, full_pages=128, swa_pages=10)
     short = view("short", arrived_s=1.0, known_len=12, ready_len=12)
     plans = [
-        plan_step([long], [short], FreePages(9999, 9999), LIMITS, now_s=1.0, order=make_order(policy, 100.0))
+        plan_step(
+            [long], [short], FreePages(9999, 9999), LIMITS, now_s=1.0, order=make_order(policy, lambda: 100.0)
+        )
         for policy in ("fewest-uncached", "fcfs")
     ]
     assert [plan.steps for plan in plans] == [{"short": 12, "long": 4}, {"long": 16}]
     waited = replace(long, arrived_s=-200.0)
-    order = make_order("fewest-uncached", 100.0)
+    order = make_order("fewest-uncached", lambda: 100.0)
     plan = plan_step([waited], [short], FreePages(9999, 9999), LIMITS, now_s=1.0, order=order)
     assert plan.steps == {"long": 16}
     assert plan.waiting_reason == "the step's 16 tokens are spent"
