@@ -197,6 +197,8 @@ class EncoderStage(Stage):
         self._count += 1
         self._bytes += size
         item.task = self._spawn(self._serve(item))
+        # An abort may come before the task's first step; then nothing of it runs, not even its `finally`.
+        item.task.add_done_callback(lambda _: self._drop(item))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -236,6 +236,16 @@ async def test_an_abort_may_come_first(client: Any, make_picture: Make) -> None:
     assert not early.ended.is_set()
 
 
+async def test_aborts_right_behind_their_jobs_leave_nothing(client: Any, make_picture: Make) -> None:
+    for number in range(200):
+        client.send(f"brief-{number}", "image", make_picture(number % 5))
+        client.abort(f"brief-{number}")
+    after = client.send("after-the-brief", "image", make_picture(74))
+    await client.wait(after)
+    load = await client.settled()
+    assert (load["items"], load["media_bytes"]) == (0, 0)
+
+
 async def test_a_passed_deadline_is_told(client: Any, make_picture: Make) -> None:
     late = client.send("late", "image", make_picture(72), deadline_s=-1.0)
     await client.wait(late)
