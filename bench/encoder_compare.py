@@ -209,7 +209,7 @@ async def _tower(args: argparse.Namespace, rig: _Rig, stack: AsyncExitStack) -> 
     ]
     if args.peer_url:
         candidates.append(await rig.join(args.peer_name, args.peer_url))
-    bank = PictureBank(fixed=(_TOWER_SIDE, _TOWER_SIDE), count=8)
+    bank = PictureBank(fixed=(_TOWER_SIDE, _TOWER_SIDE), fresh=True)
     load = Load(None, args.concurrency, args.timeout_s)
     # All get the bytes inline: another engine may not be allowed to fetch from loopback.
     common: dict[str, Any] = {"bank": bank, "mix": {"image": 1.0}, "inline": True}

@@ -112,7 +112,10 @@ def picture_size(tokens: int, aspect: tuple[int, int], scale: float) -> Size:
 
 
 class PictureBank:
-    """Some pictures drawn from a size distribution, each encoded when it is first wanted."""
+    """Some pictures drawn from a size distribution, each encoded when it is first wanted.
+
+    With `fresh` no two picks have pixels in common: some engines know a picture by them, whatever the file.
+    """
 
     def __init__(
         self,
@@ -121,22 +124,29 @@ class PictureBank:
         fixed: Size | None = None,
         scale: float = 1.0,
         count: int = 48,
+        fresh: bool = False,
         seed: int = 0,
     ) -> None:
+        self._fresh = fresh
+        self._picks = 0
         rng = random.Random(f"pictures {seed}")
         sizes = sizes or TokenSizes(_BUILT_IN_TOKENS)
         self._plans: list[tuple[Size, str]] = []
         for _ in range(count):
             size = fixed or picture_size(sizes.draw(rng), rng.choice(_ASPECTS), scale)
             self._plans.append((size, rng.choice(_FORMATS)))
-        self._files: dict[tuple[Size, str], bytes] = {}
+        self._files: dict[int, bytes] = {}
 
     def pick(self, rng: random.Random) -> tuple[Size, str, bytes]:
         """Return size, format and bytes of one of them."""
-        plan = rng.choice(self._plans)
-        if plan not in self._files:
-            self._files[plan] = _picture(*plan)
-        return *plan, self._files[plan]
+        place = rng.randrange(len(self._plans))
+        size, form = self._plans[place]
+        if self._fresh:
+            self._picks += 1
+            return size, form, _picture(size, form, self._picks)
+        if place not in self._files:
+            self._files[place] = _picture(size, form, place)
+        return size, form, self._files[place]
 
 
 class ItemMaker:
@@ -165,10 +175,10 @@ class ItemMaker:
         return Item(name, "image", marked, f"image/{form.lower()}", f"{width}x{height}")
 
 
-def _picture(size: Size, form: str) -> bytes:
+def _picture(size: Size, form: str, seed: int) -> bytes:
     """Return a picture with about as many bytes per pixel as a photograph."""
     width, height = size
-    rng = np.random.default_rng(width * 65536 + height)
+    rng = np.random.default_rng((seed, width, height))
     coarse = Image.fromarray(rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), np.uint8))
     smooth = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC), np.int16)
     grain = rng.integers(-6, 7, (height, width, 1), np.int16)
@@ -226,7 +236,7 @@ def _wav(seconds: float) -> bytes:
 @cache
 def _mp4(seconds: float) -> bytes:
     width, height, rate = 320, 240, 12
-    base = np.asarray(Image.open(io.BytesIO(_picture((width, height), "PNG"))))
+    base = np.asarray(Image.open(io.BytesIO(_picture((width, height), "PNG", 0))))
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("h264", rate=rate, options={"preset": "ultrafast"})
