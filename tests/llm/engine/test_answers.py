@@ -182,7 +182,7 @@ turns = st.lists(
 
 
 @given(turns, st.integers(30, 70), st.integers(10, 24))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_conversations_over_a_tiny_pool(
     model: MiMoV2ForCausalLM,
     make_harness: Make,
