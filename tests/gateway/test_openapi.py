@@ -196,11 +196,13 @@ def fuzz(url: str, mode: GenerationMode, examples: int) -> dict[str, set[int]]:
     return seen
 
 
+@pytest.mark.slow
 async def test_a_fuzzed_gateway_answers_as_documented(tokenizer: Tokenizer) -> None:
     async with gateway_process(tokenizer, "--request-timeout-s", "10", "--log-level", "warning") as fleet:
-        valid = await asyncio.to_thread(fuzz, fleet.url, GenerationMode.POSITIVE, 25)
-        wrong = await asyncio.to_thread(fuzz, fleet.url, GenerationMode.NEGATIVE, 25)
-    assert set(valid) == {one.path for one in ENDPOINTS}
+        valid = await asyncio.to_thread(fuzz, fleet.url, GenerationMode.POSITIVE, 16)
+        wrong = await asyncio.to_thread(fuzz, fleet.url, GenerationMode.NEGATIVE, 16)
+    # The fuzzer leaves the document itself alone.
+    assert set(valid) | {"/openapi.json"} == {one.path for one in ENDPOINTS}
     assert 200 in valid["/v1/chat/completions"]
     assert 200 in valid["/v1/completions"]
     assert wrong["/v1/chat/completions"] <= {400, 404, 415}
