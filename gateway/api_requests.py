@@ -187,6 +187,7 @@ class Function(Struct, kw_only=True):
     name: ToolName
     description: str | None = None
     parameters: Annotated[dict[str, Any], Meta(description="a JSON schema")] | None = None
+    strict: Annotated[bool, Meta(description="the arguments match `parameters`")] | None = False
 
 
 class Tool(Struct, kw_only=True):
@@ -219,10 +220,33 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = False
 
 
-class ResponseFormat(Struct, kw_only=True):
-    """The form of the answer."""
+class OnlyText(Struct, kw_only=True):
+    """The form of an answer that continues a text."""
 
     type: Literal["text"]
+
+
+class AnswerSchema(Struct, kw_only=True):
+    """What an answer must match."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    schema: Annotated[dict[str, Any], Meta(description="a JSON schema; absent: any object")] | None = None
+    strict: Annotated[bool, Meta(description="the root must be of type object")] | None = False
+    description: str | None = None
+
+
+class TextFormat(Struct, kw_only=True, tag_field="type", tag="text"):
+    """A free answer."""
+
+
+class JsonObjectFormat(Struct, kw_only=True, tag_field="type", tag="json_object"):
+    """An answer that is a JSON object."""
+
+
+class JsonSchemaFormat(Struct, kw_only=True, tag_field="type", tag="json_schema"):
+    """An answer that is JSON of this schema."""
+
+    json_schema: AnswerSchema
 
 
 class TemplateOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -256,7 +280,6 @@ class GenerationFields(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, description="choices")] | None = 1
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     timeout: Annotated[float, Meta(ge=0.001, description="seconds for this request")] | None = None
     cache_salt: (
@@ -270,6 +293,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     """Body of POST /v1/chat/completions. Fields that are not listed are ignored."""
 
     messages: _Messages
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: _Tools | None = None
@@ -287,6 +311,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         str | list[str | TokenId | list[TokenId]],
         Meta(description="text, token ids, or several of either"),
     ]
+    response_format: OnlyText | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = False
 

@@ -20,7 +20,7 @@ from transom.gateway.fleet import Fleet
 from transom.gateway.prompt import Prompt
 from transom.gateway.requests import LiveRequest, RequestTable, Work
 from transom.gateway.schema import MediaItem
-from transom.messages import Abort, EncodeJob, Modality, PrefillJob, Sampling, TokenChunk
+from transom.messages import Abort, EncodeJob, Grammar, Modality, PrefillJob, Sampling, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Plan:
 
     prompt: Prompt
     sampling: Sampling
+    grammar: Grammar | None = None
 
 
 def media_cost(one: Attachment) -> int:
@@ -206,6 +207,7 @@ class Dispatcher:
                 decode=live.decode.address,
                 cache_salt=cache_salt,
                 priority=priority,
+                grammar=plan.grammar,
             ),
         )
 

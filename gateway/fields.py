@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+import orjson
 
 from transom.errors import RequestError
 from transom.gateway.rules import Rule, Spec, spec_of, spec_of_rule
@@ -41,15 +42,33 @@ def refuse(path: str, problem: str) -> RequestError:
     return RequestError(f"{path}: {problem}" if path else problem, param=path or None)
 
 
-def check_depth(value: Any, limit: int) -> None:
-    """Raise RequestError when arrays and objects nest deeper than `limit`. Iterative on purpose."""
+def nests_deeper(value: Any, limit: int) -> bool:
+    """Say whether arrays and objects nest deeper than `limit`. Iterative on purpose."""
     stack: list[tuple[Any, int]] = [(value, 1)]
     while stack:
         item, depth = stack.pop()
         if isinstance(item, (dict, list)):
             if depth > limit:
-                raise refuse("", f"the body nests deeper than {limit} levels")
+                return True
             stack.extend((child, depth + 1) for child in (item.values() if isinstance(item, dict) else item))
+    return False
+
+
+def load_json(text: str | bytes, limit: int) -> Any:
+    """Parse JSON text; raise NestingError when it nests deeper than `limit`, else ValueError."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        if "depth limit" in error.msg:  # the parser's own, which is far above ours
+            raise NestingError from None
+        raise
+    if nests_deeper(value, limit):
+        raise NestingError
+    return value
+
+
+class NestingError(Exception):
+    """JSON text nests deeper than is worked on."""
 
 
 class Fields:

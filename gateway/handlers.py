@@ -22,6 +22,7 @@ from transom.errors import CancelledRequestError, NotFoundError, TransomError, U
 from transom.gateway.admission import Admission
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed, total_tokens
+from transom.gateway.grammar import answer_grammar
 from transom.gateway.http_body import read_body
 from transom.gateway.http_edge import (
     api_key,
@@ -45,7 +46,8 @@ from transom.gateway.sse import EventStream
 from transom.gateway.telemetry import Observed, Telemetry
 from transom.gateway.timeline import Timeline
 from transom.gateway.trace import MAX_NOTES, Trace, TraceBook
-from transom.messages import PromptStats
+from transom.grammar import GrammarCompiler
+from transom.messages import Grammar, PromptStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,6 +89,7 @@ class Handlers:
         traces: TraceBook,
         telemetry: Telemetry,
         show_fleet: Callable[[], dict[str, Any]],
+        grammars: GrammarCompiler,
     ) -> None:
         self._config = config
         self._model = model
@@ -100,6 +103,7 @@ class Handlers:
         self._document = document(
             model.limits, max_body_bytes=config.max_body_mb * 1024 * 1024, keys=bool(config.api_keys_file)
         )
+        self._grammars = grammars
         self._created = int(time.time())
         self.draining = False
         self.media_embeddings = MediaEmbeddings(
@@ -209,6 +213,9 @@ class Handlers:
                 tokens = total_tokens(job.plans, job.attachments)
                 await stack.enter_async_context(self._admission.admit(caller, len(job.plans), tokens))
                 timeline.mark("admit")
+                if job.plans[0].grammar is not None:  # of all choices the same
+                    await self._grammars.matcher(job.plans[0].grammar)
+                    timeline.mark("compile")
                 exchange = stack.enter_context(
                     self._dispatcher.open(
                         job.head.id,
@@ -346,7 +353,7 @@ class Handlers:
         name = self._check_model(request.generation.model)
         timeline.mark("parse")
         prompt = self._model.builder.chat(request)
-        return self._job(f"chatcmpl-{uuid.uuid4().hex}", name, request, [prompt], timeline)
+        return self._job(f"chatcmpl-{uuid.uuid4().hex}", name, request, prompt, timeline)
 
     def _completion_job(self, body: bytes, timeline: Timeline) -> Job:
         request = parse_completion(body, self._model.limits)
@@ -373,9 +380,7 @@ class Handlers:
         outputs = [ChoiceOutput(self._model.tokenizer, stop=generation.stop) for _ in plans]
         return Job("completion", head, generation, plans, outputs, renderer, (), prompt_of, timeline)
 
-    def _job(
-        self, id: str, name: str, request: ChatRequest, prompts: list[Prompt], timeline: Timeline
-    ) -> Job:
+    def _job(self, id: str, name: str, request: ChatRequest, prompt: Prompt, timeline: Timeline) -> Job:
         generation = request.generation
         head = Head(id, int(time.time()), name)
         renderer = ChatRenderer(
@@ -384,7 +389,8 @@ class Handlers:
             include_usage=generation.include_usage,
             logprobs=generation.sampling.top_logprobs is not None,
         )
-        plans, prompt_of = self._plans(generation, prompts, "messages")
+        grammar = answer_grammar(request, prompt, self._model.tokenizer)
+        plans, prompt_of = self._plans(generation, [prompt], "messages", grammar)
         outputs = [
             chat_output(self._model.tokenizer, request, ReasoningParser(inside=plan.prompt.inside_reasoning),
                         plan.prompt.forced)
@@ -394,13 +400,13 @@ class Handlers:
         return Job("chat", head, generation, plans, outputs, renderer, attachments, prompt_of, timeline)
 
     def _plans(
-        self, generation: Generation, prompts: list[Prompt], param: str
+        self, generation: Generation, prompts: list[Prompt], param: str, grammar: Grammar | None = None
     ) -> tuple[list[Plan], list[int]]:
         plans, prompt_of = [], []
         for number, prompt in enumerate(prompts):
             limit = fit_context(prompt, generation, self._model.max_context, param)
             sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit)
             for choice in range(generation.n):
-                plans.append(Plan(prompt, spread_seed(sampling, choice)))
+                plans.append(Plan(prompt, spread_seed(sampling, choice), grammar))
                 prompt_of.append(number)
         return plans, prompt_of

@@ -13,25 +13,40 @@ import orjson
 
 from transom.errors import RequestError
 from transom.gateway import api_requests as api
-from transom.gateway.fields import Fields, check_depth, refuse, show
+from transom.gateway.fields import Fields, NestingError, load_json, nests_deeper, refuse, show
+from transom.gateway.json_schema import check_schema
 from transom.gateway.media import MEDIA_PARTS, parse_media_part
 from transom.gateway.parse_generation import chat_logprobs, completion_logprobs, parse_generation
 from transom.gateway.reasoning_parser import split_reasoning
-from transom.gateway.schema import ChatRequest, CompletionRequest, Limits, MediaItem, ToolChoice
+from transom.gateway.schema import (
+    AnswerSchema,
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    MediaItem,
+    ToolChoice,
+)
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
+_MAX_BODY_DEPTH = 1000  # beyond it no field is named
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
     """Return the JSON object of a body, a `spec`; refuse NaN, lone surrogates and deep nesting."""
+    too_deep = f"nests deeper than {_MAX_DEPTH} levels"
     try:
-        value = orjson.loads(body)
+        value = load_json(body, _MAX_BODY_DEPTH)
+    except NestingError:
+        raise RequestError(f"the body {too_deep}") from None
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error.msg} (byte {error.pos})") from None
-    check_depth(value, _MAX_DEPTH)
-    return Fields(value, spec=spec)
+    fields = Fields(value, spec=spec)
+    for name, item in value.items():
+        if nests_deeper(item, _MAX_DEPTH - 1):
+            raise fields.refuse(name[:200], too_deep)
+    return fields
 
 
 def parse_chat(body: bytes, limits: Limits) -> ChatRequest:
@@ -43,12 +58,15 @@ def parse_chat(body: bytes, limits: Limits) -> ChatRequest:
     messages, media = parse_messages(fields, limits)
     tools = parse_tools(fields)
     choice = _tool_choice(fields, tools)
+    answer_schema = _answer_schema(fields)
     return ChatRequest(
         generation=generation,
         messages=messages,
         media=media,
         tools=tools if choice is not None else [],
         tool_choice=choice or ToolChoice(),
+        strict_tools=_strict_tools(fields) if choice is not None else {},
+        answer_schema=answer_schema,
         parallel_tool_calls=fields.flag("parallel_tool_calls"),
         enable_thinking=False if choice is not None and choice.forced else parse_thinking(fields),
         add_generation_prompt=fields.flag("add_generation_prompt"),
@@ -160,9 +178,10 @@ def _tool_call(call: Fields) -> dict[str, Any]:
     name = _tool_name(function)
     text: str = function.text("arguments", required=True)
     try:
-        arguments = orjson.loads(text) if text.strip() else {}
-        check_depth(arguments, _MAX_DEPTH)
-    except (orjson.JSONDecodeError, RequestError):
+        arguments = load_json(text, _MAX_DEPTH) if text.strip() else {}
+    except NestingError:
+        raise function.refuse("arguments", f"the JSON text nests deeper than {_MAX_DEPTH} levels") from None
+    except orjson.JSONDecodeError:
         arguments = None
     if not isinstance(arguments, dict):
         raise function.refuse("arguments", "not the JSON text of an object")
@@ -182,19 +201,66 @@ def _tool_name(function: Fields) -> str:
 
 def parse_tools(fields: Fields) -> list[dict[str, Any]]:
     """Return the tools as the chat template shows them: only the fields that OpenAI defines."""
-    tools = []
+    tools: list[dict[str, Any]] = []
     for tool in fields.objects("tools"):
         tool.text("type", required=True)
         function = tool.object("function", required=True)
         assert function is not None
+        function.flag("strict")  # right or wrong whether or not it matters here
         shown: dict[str, Any] = {"name": _tool_name(function)}
         if function.has("description"):
             shown["description"] = function.text("description")
         parameters = function.object("parameters")
         if parameters is not None:
             shown["parameters"] = parameters.raw
+        if any(shown["name"] == other["function"]["name"] for other in tools):
+            raise function.refuse("name", f"{show(shown['name'])} is the name of an earlier tool already")
         tools.append({"type": "function", "function": shown})
     return tools
+
+
+def _strict_tools(fields: Fields) -> dict[str, AnswerSchema]:
+    """Return the parameters, checked, of the tools that are `strict`. The tools have been read before."""
+    found = {}
+    for tool in fields.objects("tools"):
+        function = tool.object("function", required=True)
+        assert function is not None
+        if function.flag("strict"):
+            parameters = function.raw.get("parameters") or {"type": "object", "properties": {}}
+            at = function.at("parameters")
+            schema = check_schema(parameters, at)
+            if schema.get("type") != "object":
+                raise refuse(f"{at}.type", f"{show(schema.get('type'))}: parameters are of type object")
+            found[function.raw["name"]] = AnswerSchema(schema=schema, param=at)
+    return found
+
+
+def _answer_schema(fields: Fields) -> AnswerSchema | None:
+    """Return what `response_format` asks of the answer; None for free text."""
+    form = fields.object("response_format")
+    if form is None:
+        return None
+    kind = form.text("type", required=True)
+    if kind == "text":
+        return None
+    if kind not in ("json_object", "json_schema"):
+        raise form.refuse("type", f"{show(kind)} is not one of json_object, json_schema, text")
+    if kind == "json_object":
+        return AnswerSchema(schema={"type": "object"}, param=form.at("type"))
+    given = form.object("json_schema", required=True)
+    assert given is not None
+    given.text("name", required=True)
+    given.text("description")
+    strict = given.flag("strict")
+    if not given.has("schema"):
+        return AnswerSchema(schema={"type": "object"}, param=given.path)
+    at = given.at("schema")
+    schema = check_schema(given.raw["schema"], at)
+    if strict and schema.get("type") != "object":
+        raise refuse(
+            f"{at}.type", f"{show(schema.get('type'))}: the root of a strict schema is of type object"
+        )
+    return AnswerSchema(schema=schema, param=at)
 
 
 def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | None:
@@ -223,6 +289,9 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | No
 def parse_completion(body: bytes, limits: Limits) -> CompletionRequest:
     """Check the body of POST /v1/completions."""
     fields = load_body(body, api.CompletionRequest)
+    form = fields.object("response_format")
+    if form is not None:
+        form.text("type", required=True)
     generation = parse_generation(
         fields, limits, default_max_tokens=16, top_logprobs=completion_logprobs(fields)
     )

@@ -66,9 +66,6 @@ def refuse_unsupported(body: Fields) -> None:
     modalities = body.array("modalities")
     if any(item != "text" for item in modalities):
         raise body.refuse("modalities", "only text can be generated")
-    form = body.object("response_format")
-    if form is not None and form.text("type", required=True) != "text":
-        raise form.refuse("type", f"{show(form.raw['type'])} is not supported, only text is")
 
 
 def parse_generation(

@@ -12,7 +12,7 @@ from typing import Any
 
 from transom.errors import RequestError
 from transom.gateway.model_info import ModelInfo
-from transom.gateway.reasoning_parser import OPEN
+from transom.gateway.reasoning_parser import CLOSE, OPEN
 from transom.gateway.schema import ChatRequest, MediaItem, ToolChoice
 from transom.gateway.shield import Shield, refuse_long
 from transom.messages import MediaPart, TextPart
@@ -26,6 +26,7 @@ class Prompt:
     parts: list[TextPart | MediaPart]
     text_tokens: int
     inside_reasoning: bool = False
+    reasoning_closed: bool = False  # the template has ended it: the answer starts with the first token
     forced: str = ""
 
 
@@ -57,6 +58,7 @@ class PromptBuilder:
             parts=parts,
             text_tokens=sum(len(part.token_ids) for part in parts if isinstance(part, TextPart)),
             inside_reasoning=not forced and rendered.rstrip().endswith(OPEN),
+            reasoning_closed=rendered.rstrip().endswith(CLOSE),
             forced=forced,
         )
 

@@ -41,6 +41,14 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSchema:
+    """What the answer's JSON must match; `param` is where the client wrote it."""
+
+    schema: dict[str, Any]
+    param: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """What chat and plain completions share. `sampling.max_tokens` is a default unless `max_tokens_given`."""
 
@@ -59,13 +67,18 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A chat request. `messages` are the dictionaries that the chat template reads."""
+    """A chat request. `messages` are the dictionaries that the chat template reads.
+
+    `strict_tools` holds the checked parameters of the tools whose calls must match them, by name.
+    """
 
     generation: Generation
     messages: list[dict[str, Any]]
     media: tuple[MediaItem, ...] = ()
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice()
+    strict_tools: dict[str, AnswerSchema] = field(default_factory=dict)
+    answer_schema: AnswerSchema | None = None
     parallel_tool_calls: bool = True
     enable_thinking: bool | None = None  # None: as the template decides
     add_generation_prompt: bool = True

@@ -31,6 +31,7 @@ from transom.gateway.quota import Quotas
 from transom.gateway.requests import LiveRequest, RequestTable
 from transom.gateway.telemetry import make_telemetry
 from transom.gateway.trace import TraceBook
+from transom.grammar import GrammarCompiler, grammar_tokenizer
 from transom.messages import EmbeddingChunk, EncodeDone, Join, Pong, RequestFailed, TokenChunk
 from transom.metrics import Collector
 from transom.stage import Stage
@@ -50,6 +51,7 @@ class GatewayStage(Stage):
     """One gateway process."""
 
     name = "gateway"
+    totals = GrammarCompiler.TOTALS
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -73,6 +75,7 @@ class GatewayStage(Stage):
         )
         self._fleet: Fleet | None = None
         self._handlers: Handlers | None = None
+        self._grammars = GrammarCompiler()
         self._pinger: asyncio.Task[None] | None = None
 
     async def start(self, transport: Transport) -> None:
@@ -89,6 +92,8 @@ class GatewayStage(Stage):
         )
         dispatcher = Dispatcher(fleet, self._table, transport.address)
         traces = TraceBook(config.kept_traces, fleet.name)
+        tokenizer = model.tokenizer
+        await asyncio.to_thread(self._grammars.load, lambda: grammar_tokenizer(tokenizer, tokenizer.eos_ids))
         self._handlers = Handlers(
             config,
             model,
@@ -99,6 +104,7 @@ class GatewayStage(Stage):
             traces,
             self._telemetry,
             lambda: show_fleet(fleet, self.load()),
+            self._grammars,
         )
         self._pinger = asyncio.create_task(fleet.run())
         logger.info("serves %s, context %d tokens", ", ".join(model.names), model.max_context)
@@ -151,6 +157,7 @@ class GatewayStage(Stage):
         if self._fleet is not None:
             for stage in ("encoder", "prefill", "decode"):
                 figures[f"ready_{stage}"] = float(len(self._fleet.ready(stage)))
+        figures |= self._grammars.figures()
         return figures
 
     def collectors(self) -> list[Collector]:
@@ -170,6 +177,7 @@ class GatewayStage(Stage):
         if self._pinger is not None:
             self._pinger.cancel()
         await self._telemetry.close()
+        self._grammars.close()
 
     def app_limits(self) -> dict[str, Any]:
         return {

@@ -39,11 +39,7 @@ class Shield:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._controls = {
-            text: id
-            for text, id in tokenizer.added_tokens.items()
-            if len(text) > 1 and (id in tokenizer.special_ids or (text[0] == "<" and text[-1] == ">"))
-        }
+        self._controls = tokenizer.control_tokens
         self._control_ids = frozenset(self._controls.values())
         spellings = sorted(self._controls, key=len, reverse=True)
         # (?!) never matches: a tokenizer without control tokens needs no shield.

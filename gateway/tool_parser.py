@@ -6,7 +6,6 @@ Pure; the joined deltas don't depend on where the stream was cut. Broken markup 
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from transom.gateway.reasoning_parser import partial_suffix
+from transom.gateway.tool_values import BARE_TYPES, JsonQuotes, parameter_types, to_json, typed_json
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -60,7 +60,7 @@ class ToolParser:
     def __init__(
         self, tools: Sequence[Mapping[str, Any]], *, new_id: Callable[[], str] = new_call_id
     ) -> None:
-        self._types = {tool["function"]["name"]: _parameter_types(tool["function"]) for tool in tools}
+        self._types = {tool["function"]["name"]: parameter_types(tool["function"]) for tool in tools}
         self._new_id = new_id
         self._state = _State.TEXT
         self._buffer = ""
@@ -71,6 +71,8 @@ class ToolParser:
         self._value = ""
         self._first_key = True
         self._value_begun = False
+        self._quotes: JsonQuotes | None = None  # of a value that is JSON: its strings may hold end tags
+        self._ended = False
         self.started = 0  # calls whose name is known
         self.finished = 0  # calls whose arguments are complete
 
@@ -93,13 +95,18 @@ class ToolParser:
         """Return what was held back; the text has ended.
 
         A call that lacks only its end is completed; after `truncated` its arguments stay unfinished, so
-        that nobody runs half a command.
+        that nobody runs half a command, and the start of one that has no name yet is dropped.
         """
         split = ToolSplit()
+        self._ended = True
+        if self._state is _State.VALUE and self._quotes is not None and self._quotes.open:
+            # No string of JSON at all: the first end tag was meant as one.
+            self._buffer, self._value, self._quotes = self._value + self._buffer, "", None
+            split = self.push("")
         if self._state is _State.TEXT:
             text = self._buffer.rstrip() if self.started else self._buffer
             split.content += text
-        elif self._state is _State.OPEN:
+        elif self._state is _State.OPEN and not truncated:
             split.content += self._raw_open + self._buffer
         elif not truncated and self._state is not _State.CLOSE:
             if self._state is _State.VALUE:
@@ -175,6 +182,8 @@ class ToolParser:
         self._key, self._buffer, self._state = key, rest, _State.VALUE
         self._streams = types is None or types == {"string"}
         self._value, self._value_begun = "", False
+        json_only = types is not None and not types <= BARE_TYPES and not self._ended
+        self._quotes = JsonQuotes() if json_only else None
 
     def _in_value(self, split: ToolSplit) -> bool:
         if not self._value_begun:
@@ -184,8 +193,15 @@ class ToolParser:
             self._buffer = self._buffer.removeprefix("\n")
             self._value_begun = True
             if self._streams:
-                self._emit(split, f'{self._separator()}{_json(self._key)}: "')
+                self._emit(split, f'{self._separator()}{to_json(self._key)}: "')
         found = _VALUE_END.search(self._buffer)
+        if found and self._quotes is not None:
+            self._quotes.feed(self._buffer[: found.start()])
+            if self._quotes.open:
+                self._quotes.feed(found[0])
+                self._value += self._buffer[: found.end()]
+                self._buffer = self._buffer[found.end() :]
+                return True
         if found:
             value = self._buffer[: found.start()]
             self._buffer = self._buffer[found.end() :]
@@ -197,21 +213,23 @@ class ToolParser:
             return True
         certain = _certain_len(self._buffer)
         if self._streams:
-            self._emit(split, _json(self._buffer[:certain])[1:-1])
+            self._emit(split, to_json(self._buffer[:certain])[1:-1])
         else:
             self._value += self._buffer[:certain]
+            if self._quotes is not None:
+                self._quotes.feed(self._buffer[:certain])
         self._buffer = self._buffer[certain:]
         return False
 
     def _end_value(self, split: ToolSplit, rest: str) -> None:
         if not self._value_begun and self._streams:
-            self._emit(split, f'{self._separator()}{_json(self._key)}: "')
+            self._emit(split, f'{self._separator()}{to_json(self._key)}: "')
         rest = rest.removesuffix("\n")
         if self._streams:
-            self._emit(split, _json(rest)[1:-1] + '"')
+            self._emit(split, to_json(rest)[1:-1] + '"')
             return
         types = self._types.get(self._function, {}).get(self._key) or set()
-        self._emit(split, f"{self._separator()}{_json(self._key)}: {_typed(self._value + rest, types)}")
+        self._emit(split, f"{self._separator()}{to_json(self._key)}: {typed_json(self._value + rest, types)}")
 
     def _strip_broken_end(self, rest: str) -> str:
         """Drop an end tag that was cut off in the middle."""
@@ -245,10 +263,6 @@ class ToolParser:
             split.calls.append(ToolDelta(index, arguments=arguments))
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _certain_len(text: str) -> int:
     """Return how much of a value can't belong to its end: a final newline and the start of an end tag can."""
     at = text.find("<")
@@ -263,64 +277,3 @@ def _may_end(text: str) -> bool:
     if _PARAMETER_END.startswith(text) or _CALL_END.startswith(text) or _FUNCTION_END.startswith(text):
         return True
     return text.startswith(_FUNCTION_END) and _CALL_END.startswith(text[len(_FUNCTION_END) :].lstrip())
-
-
-def _parameter_types(function: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the JSON types that each parameter may have; a parameter that says none is left out."""
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    found: dict[str, set[str]] = {}
-    for key, schema in properties.items() if isinstance(properties, Mapping) else ():
-        types = _schema_types(schema)
-        if types:
-            found[key] = types
-    return found
-
-
-def _schema_types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    types = {kind} if isinstance(kind, str) else set()
-    if isinstance(kind, list):
-        types = {item for item in kind if isinstance(item, str)}
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
-        if isinstance(options, list):
-            types = types.union(*(_schema_types(option) for option in options))
-    return types
-
-
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-
-
-def _typed(text: str, types: set[str]) -> str:
-    """Return the JSON text of a value that is not, or not only, a string; fall back to a string."""
-    stripped = text.strip()
-    value: Any
-    if stripped in _PYTHON_WORDS:
-        value = _PYTHON_WORDS[stripped]
-    else:
-        try:
-            value = json.loads(stripped, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            return _json(text)
-    if types and not _json_types(value) & types:
-        return _json(text)
-    return _json(value)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
-def _json_types(value: Any) -> set[str]:
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number", "integer"} if value.is_integer() else {"number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}

@@ -23,7 +23,7 @@ from transom.messages import EncodeDone
 Span = dict[str, Any]
 WorkerName = Callable[[str], str]
 
-_GATEWAY_STEPS = ("body", "parse", "prepare", "admit", "send")
+_GATEWAY_STEPS = ("body", "parse", "prepare", "admit", "compile", "send")
 _ITEM_STEPS = ("fetch", "decode", "preprocess", "batch", "forward", "send")
 MAX_NOTES = 8
 _MAX_ITEM_SPANS = 200

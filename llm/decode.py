@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from transom.errors import (
     ContextLengthError,
@@ -20,6 +21,7 @@ from transom.errors import (
     from_info,
 )
 from transom.llm.config import DecodeConfig
+from transom.llm.constraint import Constraint
 from transom.llm.kv_transfer import handoff_bytes, pack_kv, unpack_kv
 from transom.llm.request import (
     AnswerEvent,
@@ -167,22 +169,29 @@ class DecodeStage(LlmStage):
         wish = None
         if handoff.return_to and handoff.return_page > 0 and handoff.return_from >= 0:
             wish = ReturnWish(handoff.return_from, handoff.return_page, handoff.return_to)
-        self.engine.submit(
-            Start(
-                Request(
-                    request_id,
-                    handoff.sampling,
-                    handoff.deadline_s,
-                    arrived_s=time.time(),
-                    priority=handoff.priority,
-                    prompt_ids=list(handoff.prompt_ids),
-                    prompt_complete=True,
-                    output_ids=[handoff.first_token],
-                    host_kv=host_kv,
-                    wish=wish,
-                )
-            )
+        request = Request(
+            request_id,
+            handoff.sampling,
+            handoff.deadline_s,
+            arrived_s=time.time(),
+            priority=handoff.priority,
+            prompt_ids=list(handoff.prompt_ids),
+            prompt_complete=True,
+            output_ids=[handoff.first_token],
+            host_kv=host_kv,
+            wish=wish,
         )
+        self.when_compiled(
+            handoff.grammar,
+            handoff.sampling,
+            partial(self._start, job, request),
+            partial(self._fail, request_id),
+        )
+
+    def _start(self, job: _Job, request: Request, constraint: Constraint | None) -> None:
+        if self._jobs.get(request.request_id) is job:
+            request.constraint = constraint
+            self.engine.submit(Start(request))
 
     # Events of the engine.
 

@@ -344,7 +344,8 @@ class Engine:
         request.computed += step.count
         kv.length = request.computed
         if drawn is not None and drawn.token is None:
-            self._fail(request, TransomError("the model's output is not finite (NaN or infinity)"))
+            unfit = TransomError("the model's output is not finite (NaN or infinity)")
+            self._fail(request, drawn.error or unfit)
             return
         due = not request.decoding or kv.length % self._limits.swa_release_interval == 0
         if self._cache is None:

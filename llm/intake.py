@@ -31,7 +31,7 @@ class Intake:
         self._check_ids(request.prompt_ids + request.output_ids)
         if request.host_kv is not None:
             request.computed = request.host_kv.length
-        request.sampler = SamplerState(request.sampling, vocab_size, self._device)
+        request.sampler = SamplerState(request.sampling, vocab_size, self._device, request.constraint)
         if request.prompt_complete:
             self._complete_prompt(request)
 

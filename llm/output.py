@@ -16,7 +16,8 @@ def finish_reason(request: Request, token: int, eos_ids: Collection[int]) -> Fin
     """Return why the request ends with this token, its latest; None if it goes on."""
     sampling = request.sampling
     ends = token in eos_ids and not sampling.ignore_eos
-    if ends or token in sampling.stop_token_ids:
+    complete = request.constraint is not None and request.constraint.complete
+    if ends or complete or token in sampling.stop_token_ids:
         return "stop"
     return "length" if len(request.output_ids) >= request.max_tokens else None
 

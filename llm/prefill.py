@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from transom.errors import (
     ContextLengthError,
@@ -20,6 +21,7 @@ from transom.errors import (
     from_info,
 )
 from transom.llm.config import PrefillConfig
+from transom.llm.constraint import Constraint
 from transom.llm.kv_transfer import ZmqKVTransfer, from_frame, unpack_return
 from transom.llm.prompt import Frame, PromptAssembler
 from transom.llm.request import (
@@ -61,6 +63,7 @@ class _Job:
     prompt: PromptAssembler
     waiting_tokens: int  # its share of the queue bound; 0 once prefilled
     held_bytes: int = 0  # embeddings parked here or held by the engine
+    started: bool = False  # the engine knows it
     prefilled: bool = False
 
 
@@ -150,25 +153,39 @@ class PrefillStage(LlmStage):
             return
         own = self._jobs[request_id] = _Job(job, prompt, prompt.text_len)
         self._waiting_tokens += own.waiting_tokens
+        try:
+            for chunk, frame in parked.chunks if parked else ():
+                self._add_chunk(own, chunk, frame)
+        except TransomError as error:
+            self._fail(request_id, error)
+            return
+        self.when_compiled(
+            job.grammar, job.sampling, partial(self._start, own, time.time()), partial(self._fail, request_id)
+        )
+
+    def _start(self, own: _Job, arrived_s: float, constraint: Constraint | None) -> None:
+        job = own.job
+        if self._jobs.get(job.request_id) is not own:
+            return
+        own.started = True
         self.engine.submit(
             Start(
                 Request(
-                    request_id,
+                    job.request_id,
                     job.sampling,
                     job.deadline_s,
-                    arrived_s=time.time(),
+                    arrived_s=arrived_s,
                     priority=job.priority,
                     hands_off=True,
                     cache_salt=job.cache_salt,
+                    constraint=constraint,
                 )
             )
         )
         try:
-            for chunk, frame in parked.chunks if parked else ():
-                self._add_chunk(own, chunk, frame)
             self._extend(own)
         except TransomError as error:
-            self._fail(request_id, error)
+            self._fail(job.request_id, error)
 
     def _check_admissible(self, job: PrefillJob, text_len: int) -> None:
         if self.draining:
@@ -232,6 +249,8 @@ class PrefillStage(LlmStage):
 
     def _extend(self, own: _Job) -> None:
         """Give the engine what is next of the prompt; ask the decode worker for room once all is known."""
+        if not own.started:
+            return
         pieces = own.prompt.take()
         request_id = own.job.request_id
         for number, piece in enumerate(pieces, start=1):
@@ -302,6 +321,7 @@ class PrefillStage(LlmStage):
             return_to="" if event.return_from is None else self.transport.address,
             return_from=event.return_from or 0,
             return_page=self.config.page_size,
+            grammar=own.job.grammar,
         )
         self._transfer.offer(handoff, event.host_kv)
         self._update_hold()

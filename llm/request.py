@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from transom.errors import ErrorInfo
+from transom.llm.constraint import Constraint
 from transom.llm.pools import HostKV, RequestKV
 from transom.llm.sampler import SamplerState
 from transom.messages import FinishReason, Sampling, TokenLogprob
@@ -53,6 +54,7 @@ class Request:
     embeddings: list[EmbeddingRows] = field(default_factory=list)
     media_spans: list[tuple[int, int, str]] = field(default_factory=list)
     cache_salt: str = ""
+    constraint: Constraint | None = None
     cached_tokens: int = 0  # prompt tokens that were never computed for this request
     max_tokens: int = 0  # what the context leaves of sampling.max_tokens; set when the prompt is complete
     computed: int = 0

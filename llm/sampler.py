@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from transom.errors import RequestError
+from transom.llm.constraint import Constraint, masks
 from transom.messages import Sampling, TokenLogprob
 
 _LEAST_TEMPERATURE = 1e-4  # below it the softmax is one-hot in fp32 and the division may overflow
@@ -57,12 +58,22 @@ def uniform(seed: int, index: int) -> float:
 
 
 class SamplerState:
-    """What sampling remembers of one request: counts for penalties, biases. Tensors only where needed."""
+    """What sampling remembers of one request: counts for penalties, biases. Tensors only where needed.
 
-    __slots__ = ("_bias", "_counts", "_seen", "sampling")
+    `constraint` is what the answer must match, None for a free one.
+    """
 
-    def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device) -> None:
+    __slots__ = ("_bias", "_counts", "_seen", "constraint", "sampling")
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        device: torch.device,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.sampling = sampling
+        self.constraint = constraint
         self._bias: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
@@ -91,6 +102,10 @@ class SamplerState:
 
     def observe(self, token_ids: Iterable[int]) -> None:
         """Take note of output tokens."""
+        if self.constraint is not None:
+            token_ids = list(token_ids)
+            for token in token_ids:
+                self.constraint.advance(token)
         if self._counts is None or self._seen is None:
             return
         for token in token_ids:
@@ -100,21 +115,22 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The token of one row; None when its logits were not finite."""
+    """The token of one row; None when its logits were not finite, or for the reason in `error`."""
 
     token: int | None
     logprob: TokenLogprob | None
+    error: RequestError | None = None
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequence[int]) -> list[Draw]:
     """Pick one token per row of fp32 logits (rows, vocab); `indices` are the rows' output indices.
 
-    Log-probabilities are those of the model, before penalties, biases and temperature.
+    Log-probabilities are those of the model, before penalties, biases, grammar and temperature.
     """
     finite: list[bool] = logits.sum(-1).isfinite().tolist()
     if not all(finite):
         logits = logits.masked_fill(~torch.tensor(finite, device=logits.device)[:, None], 0.0)
-    adjusted = _adjust(logits, states)
+    adjusted, errors = _constrain(_adjust(logits, states), states)
     tokens = adjusted.argmax(-1)
     drawn = [i for i, state in enumerate(states) if state.sampling.temperature >= _LEAST_TEMPERATURE]
     for rows in (
@@ -129,7 +145,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequen
     chosen: list[int] = tokens.tolist()
     logprobs = _logprobs(logits, states, chosen)
     return [
-        Draw(token if ok else None, logprobs.get(i) if ok else None)
+        Draw(token, logprobs.get(i)) if ok and i not in errors else Draw(None, None, errors.get(i))
         for i, (token, ok) in enumerate(zip(chosen, finite))
     ]
 
@@ -154,6 +170,20 @@ def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
     rows = torch.where(seen, torch.where(rows > 0, rows / repetition, rows * repetition), rows)
     rows = rows - frequency * counts - presence * (counts > 0) + bias
     return logits.index_copy(0, index, rows)
+
+
+def _constrain(
+    logits: torch.Tensor, states: Sequence[SamplerState]
+) -> tuple[torch.Tensor, dict[int, RequestError]]:
+    """Rule out what the rows' grammars don't allow; return why a row has no token any more, by row."""
+    constraints = {i: state.constraint for i, state in enumerate(states) if state.constraint is not None}
+    if not constraints:
+        return logits, {}
+    allowed, errors = masks(list(constraints.values()), logits.shape[-1], logits.device)
+    index = torch.tensor(list(constraints), device=logits.device)
+    rows = logits.index_select(0, index).masked_fill(~allowed, -math.inf)
+    numbers = list(constraints)
+    return logits.index_copy(0, index, rows), {numbers[row]: error for row, error in errors.items()}
 
 
 def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:

@@ -16,12 +16,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
+from llguidance import LLTokenizer
 
 from transom.errors import ConfigError, DeadlineError, TransomError
+from transom.grammar import GrammarCompiler, grammar_tokenizer
 from transom.hub import resolve_model
 from transom.kernels.pick import KernelPick
 from transom.llm.capacity import plan_pools
 from transom.llm.config import LlmConfig, PrefillConfig
+from transom.llm.constraint import Constraint
 from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.fused import FusedModel, fused
@@ -31,8 +34,9 @@ from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.radix.retention import RetentionPolicy
 from transom.llm.request import Event
-from transom.messages import Message, RequestFailed
+from transom.messages import Grammar, Message, RequestFailed, Sampling
 from transom.stage import Stage
+from transom.tokenizer import Tokenizer
 from transom.transport import Frame, Transport
 
 logger = logging.getLogger(__name__)
@@ -140,17 +144,20 @@ def _keeps_answers(config: LlmConfig) -> bool:
 class LlmStage(Stage):
     """A stage around one engine. Subclasses say what messages and events mean."""
 
-    totals = frozenset(
-        {
-            "step_seconds",
-            "model_seconds",
-            "computed_tokens",
-            "ahead_tokens",
-            "cache_hit_tokens",
-            "cache_cut_tokens",
-            "cache_answer_tokens",
-            "retractions",
-        }
+    totals = (
+        frozenset(
+            {
+                "step_seconds",
+                "model_seconds",
+                "computed_tokens",
+                "ahead_tokens",
+                "cache_hit_tokens",
+                "cache_cut_tokens",
+                "cache_answer_tokens",
+                "retractions",
+            }
+        )
+        | GrammarCompiler.TOTALS
     )
 
     def __init__(self, config: LlmConfig) -> None:
@@ -161,6 +168,13 @@ class LlmStage(Stage):
         self._ticker: asyncio.Task[None] | None = None
         self._fatal = ""
         self._rate = _Rate()
+        self._grammars = GrammarCompiler()
+        self._compiling: set[asyncio.Task[None]] = set()
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        config = self.model.config
+        tokenizer = Tokenizer.from_folder(resolve_model(self.config.model))
+        return grammar_tokenizer(tokenizer, config.eos_token_ids, config.vocab_size)
 
     async def start(self, transport: Transport) -> None:
         self.transport = transport
@@ -176,6 +190,7 @@ class LlmStage(Stage):
                 loop.call_soon_threadsafe(self._engine_died, error)
 
         self.engine, self.model = await asyncio.to_thread(build_engine, self.config, emit)
+        await asyncio.to_thread(self._grammars.load, self._make_vocabulary)
         self.engine.start(on_fatal)
         self._ticker = asyncio.create_task(self._tick_for_ever())
 
@@ -197,7 +212,7 @@ class LlmStage(Stage):
 
     def load(self) -> dict[str, float]:
         engine = getattr(self, "engine", None)
-        return engine.load() if engine is not None else {}
+        return {**engine.load(), **self._grammars.figures()} if engine is not None else {}
 
     def unready_reason(self) -> str | None:
         return self._fatal or None
@@ -211,8 +226,40 @@ class LlmStage(Stage):
     async def close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
+        for task in self._compiling:
+            task.cancel()
+        self._grammars.close()
         if hasattr(self, "engine"):
             await asyncio.to_thread(self.engine.stop)
+
+    def when_compiled(
+        self,
+        grammar: Grammar | None,
+        sampling: Sampling,
+        begin: Callable[[Constraint | None], None],
+        fail: Callable[[TransomError], None],
+    ) -> None:
+        """Call `begin` with what the answer must match: now without a grammar, else once it is compiled.
+
+        The request may have ended by then. `fail` is called instead when it can't be compiled.
+        """
+        if grammar is None:
+            begin(None)
+            return
+
+        async def compile_it(grammar: Grammar) -> None:
+            try:
+                matcher = await self._grammars.matcher(grammar)
+            except TransomError as error:
+                fail(error)
+                return
+            begin(
+                Constraint(grammar, matcher, self.model.config.eos_token_ids, ignore_eos=sampling.ignore_eos)
+            )
+
+        task = asyncio.get_running_loop().create_task(compile_it(grammar))
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
 
     def job_ended(self) -> None:
         """Wake up `drain`."""

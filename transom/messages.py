@@ -62,6 +62,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the chosen token only
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must match from its first token on, or from the end of its thinking on.
+
+    `text` is in llguidance's form of Lark, over the ids of the checkpoint that all stages serve. Before it
+    anything goes up to the token `think_close`: when the prompt has opened the thinking (`thinking`), or when
+    the first token is `think_open`. `param` is the client's field to name in errors.
+    """
+
+    text: str
+    param: str
+    think_open: int | None = None
+    think_close: int | None = None
+    thinking: bool = False
+
+
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Preprocessing options of one media item; None means the checkpoint's default."""
 
@@ -170,6 +185,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_job"):
     decode: str  # inbox of the decode worker that continues
     cache_salt: str = ""
     priority: int = 0
+    grammar: Grammar | None = None
 
 
 class KVReserve(msgspec.Struct, frozen=True, kw_only=True, tag="kv_reserve"):
@@ -212,6 +228,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, tag="kv_handoff"):
     return_to: str = ""
     return_from: int = 0
     return_page: int = 1
+    grammar: Grammar | None = None  # decode follows it from the first token on
 
 
 class KVReturn(msgspec.Struct, frozen=True, kw_only=True, tag="kv_return"):

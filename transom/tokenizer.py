@@ -112,6 +112,15 @@ class Tokenizer:
         """Ids of the tokens beside the byte-level vocabulary, by their text: control tokens, tags."""
         return {token.content: id for id, token in self._backend.get_added_tokens_decoder().items()}
 
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Ids of the added tokens that are no text: special ones, and tags such as <tool_call>."""
+        return {
+            text: id
+            for text, id in self.added_tokens.items()
+            if len(text) > 1 and (id in self.special_ids or (text[0] == "<" and text[-1] == ">"))
+        }
+
     def token_id(self, token: str) -> int | None:
         """Return the id of exactly this token, such as '<|image_pad|>'; None when there is none."""
         found: int | None = self._backend.token_to_id(token)

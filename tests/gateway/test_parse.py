@@ -50,8 +50,10 @@ CASES: list[tuple[Any, str | None, str]] = [
     (b'{"messages": "\\ud800"}', None, "not valid JSON"),
     (b"\xff\xfe", None, "not valid JSON"),
     (b"[]", None, "expected an object"),
-    (b"[" * 500 + b"]" * 500, None, "nests deeper than 64"),
-    (b"[" * 100_000, None, "not valid JSON"),
+    (b"[" * 500 + b"]" * 500, None, "expected an object"),
+    (b"[" * 100_000, None, "nests deeper than 64"),
+    (b'{"messages": ' + b"[" * 64 + b"]" * 64 + b"}", "messages", "nests deeper than 64"),
+    (b'{"stop": ' + b"[" * 63 + b"]" * 63 + b"}", "stop[0]", "expected a string"),
     ({"model": "m"}, "messages", "missing"),
     (body(messages=[]), "messages", "at least 1"),
     (body(messages="hi"), "messages", "expected an array, got a string"),
@@ -136,8 +138,29 @@ CASES: list[tuple[Any, str | None, str]] = [
     (body(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
     (body(stream="yes"), "stream", "expected a boolean"),
     (body(stream_options={"include_usage": True}), "stream_options", "together with stream"),
-    (body(response_format={"type": "json_object"}), "response_format.type", "'json_object' is not one of"),
-    (body(response_format={"type": "json_schema"}), "response_format.type", "is not one of text"),
+    (body(response_format={"type": "xml"}), "response_format.type", "'xml' is not one of json_object"),
+    (body(response_format={"type": "json_schema"}), "response_format.json_schema", "is missing"),
+    (
+        body(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+        "response_format.json_schema.name",
+        "is missing",
+    ),
+    (
+        body(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": []}}),
+        "response_format.json_schema.schema",
+        "expected an object, got an array",
+    ),
+    (
+        body(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "a", "strict": True, "schema": {"type": "array"}},
+            }
+        ),
+        "response_format.json_schema.schema.type",
+        "'array': the root of a strict schema",
+    ),
+    (body(tools=[TOOL, TOOL]), "tools[1].function.name", "'look' is the name of an earlier tool"),
     (body(functions=[{"name": "f"}]), "functions", "not supported"),
     (body(length_penalty=True), "length_penalty", "not supported"),
     (body(use_beam_search=0), "use_beam_search", "not supported"),
@@ -161,9 +184,18 @@ CASES: list[tuple[Any, str | None, str]] = [
             ]
         ),
         "messages[0].tool_calls[0].function.arguments",
-        "JSON",
+        "not the JSON text",
     ),
-]
+    *(
+        (
+            body(messages=[{"role": "assistant", "tool_calls": [{"function": {
+                "name": "f", "arguments": '{"a": ' + "[" * depth + "]" * depth + "}"}}]}]),
+            "messages[0].tool_calls[0].function.arguments",
+            "the JSON text nests deeper than 64 levels",
+        )
+        for depth in (64, 5000)
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "param", "words"), CASES)

@@ -1,0 +1,187 @@
+"""Checks a client's JSON Schema and returns what of it constrains an answer.
+
+Every refusal names the path of the keyword. What remains is bounded in size, depth and cost; whether it can
+be compiled is for the grammar library to say. Pure; gateway process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import orjson
+
+from transom.gateway.fields import kind_of, refuse, show
+from transom.gateway.tool_values import resolve
+
+# A space, or a new line and how far it is indented: what models write. A weak one that may put more blanks
+# there puts as many as it may.
+BLANKS = r" |\r?\n[ \t]{0,32}"
+MAX_DEPTH = 24
+MAX_SCHEMA_BYTES = 64 * 1024
+_MAX_PROPERTIES = 500  # of one object: each one that may be left out makes every step dearer
+_MAX_STEPS = 10_000  # of all multipleOf: an automaton has as many states
+_MAX_COUNT = 1_000_000
+
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+)  # fmt: skip
+# They would change which answers are right, and the grammar can't hold to them.
+UNSUPPORTED = (
+    "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas",
+    "else", "if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
+    "unevaluatedProperties",
+)  # fmt: skip
+_ONE = ("additionalProperties", "items", "additionalItems")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+_BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
+
+
+def check_schema(schema: Any, path: str) -> dict[str, Any]:
+    """Return the constraining part of the schema at `path`; raise RequestError that names what is wrong."""
+    if not isinstance(schema, dict):
+        raise refuse(path, f"expected an object, got {kind_of(schema)}")
+    size = len(orjson.dumps(schema))
+    if size > MAX_SCHEMA_BYTES:
+        raise refuse(path, f"a schema of {size} bytes, at most {MAX_SCHEMA_BYTES} are allowed")
+    checked: dict[str, Any] = _Checker(schema, path).schema(schema, path, 1)
+    return checked
+
+
+class _Checker:
+    def __init__(self, root: dict[str, Any], path: str) -> None:
+        self._root = root
+        self._root_path = path
+        self._steps = Fraction(0)
+        self._keywords: dict[str, Callable[[Any, str, int], Any]] = {
+            **dict.fromkeys(_ONE, self._one),
+            **dict.fromkeys(_LISTS, self._list),
+            **dict.fromkeys(_MAPS, self._map),
+            **dict.fromkeys(_COUNTS, _count),
+            **dict.fromkeys(_BOUNDS, _number),
+            "$ref": self._ref,
+            "const": _any,
+            "enum": _enum,
+            "format": _format,
+            "multipleOf": self._multiple,
+            "pattern": _text,
+            "required": _names,
+            "type": _type,
+        }
+
+    def schema(self, schema: Any, path: str, depth: int) -> Any:
+        """Keep the keywords that count, in their order: it is the order of the answer's properties."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise refuse(path, f"expected a schema, got {kind_of(schema)}")
+        if depth > MAX_DEPTH:
+            raise refuse(path, f"the schema nests deeper than {MAX_DEPTH} levels")
+        kept: dict[str, Any] = {}
+        for name, value in schema.items():
+            at = f"{path}.{name[:100]}"
+            if name in UNSUPPORTED:
+                raise refuse(at, "this keyword is not supported in a schema for answers")
+            if name == "uniqueItems" and value is not False:
+                raise refuse(at, "this keyword is not supported in a schema for answers, except as false")
+            check = self._keywords.get(name)
+            # Whatever else there is describes, and as JSON Schema has it changes nothing.
+            if check is not None:
+                kept[name] = check(value, at, depth)
+        if len(kept.get("properties", ())) > _MAX_PROPERTIES:
+            count = len(kept["properties"])
+            raise refuse(f"{path}.properties", f"{count} properties, at most {_MAX_PROPERTIES} are allowed")
+        return kept
+
+    def _one(self, value: Any, path: str, depth: int) -> Any:
+        return (
+            self._list(value, path, depth) if isinstance(value, list) else self.schema(value, path, depth + 1)
+        )
+
+    def _list(self, value: Any, path: str, depth: int) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise refuse(path, f"expected an array of schemas that is not empty, got {show(value)}")
+        return [self.schema(item, f"{path}[{number}]", depth + 1) for number, item in enumerate(value)]
+
+    def _map(self, value: Any, path: str, depth: int) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise refuse(path, f"expected an object of schemas, got {kind_of(value)}")
+        return {name: self.schema(item, f"{path}.{name[:100]}", depth + 1) for name, item in value.items()}
+
+    def _ref(self, value: Any, path: str, depth: int) -> str:
+        if not isinstance(value, str) or not value.startswith("#"):
+            raise refuse(path, f"{show(value)} does not point into the schema itself")
+        if not isinstance(resolve(self._root, value), (dict, bool)):
+            raise refuse(path, f"{show(value)} points at nothing in {self._root_path}")
+        return value
+
+    def _multiple(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise refuse(path, f"expected a number above 0, got {show(value)}")
+        step = Fraction(str(value))
+        self._steps += step.numerator
+        if self._steps > _MAX_STEPS:
+            raise refuse(
+                path, f"{show(value)} is too large a step; all of a schema may be {_MAX_STEPS} together"
+            )
+        return value
+
+
+def _any(value: Any, path: str, depth: int) -> Any:
+    return value
+
+
+def _enum(value: Any, path: str, depth: int) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise refuse(path, f"expected an array that is not empty, got {show(value)}")
+    return value
+
+
+def _count(value: Any, path: str, depth: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise refuse(path, f"expected an integer, got {show(value)}")
+    if not 0 <= value <= _MAX_COUNT:
+        raise refuse(path, f"{show(value)} is out of range, 0 to {_MAX_COUNT}")
+    return int(value)
+
+
+def _number(value: Any, path: str, depth: int) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise refuse(path, f"expected a number, got {show(value)}")
+    return value
+
+
+def _format(value: Any, path: str, depth: int) -> str:
+    if value not in FORMATS:
+        raise refuse(path, f"{show(value)} is not one of {', '.join(FORMATS)}")
+    return str(value)
+
+
+def _text(value: Any, path: str, depth: int) -> str:
+    if not isinstance(value, str):
+        raise refuse(path, f"expected a string, got {kind_of(value)}")
+    return value
+
+
+def _names(value: Any, path: str, depth: int) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise refuse(path, f"expected an array of strings, got {show(value)}")
+    return list(dict.fromkeys(value))
+
+
+def _type(value: Any, path: str, depth: int) -> Any:
+    names = value if isinstance(value, list) else [value]
+    for name in names or [value]:
+        if name not in TYPES:
+            raise refuse(path, f"{show(name)} is not one of {', '.join(TYPES)}")
+    return value
+
+
+def inline_json(schema: dict[str, Any]) -> str:
+    """Return the body of a grammar rule for the JSON texts that match a checked schema."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": BLANKS}, **schema})

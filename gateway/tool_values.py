@@ -1,0 +1,120 @@
+"""The values of tool parameters: which JSON types a schema allows, and what a text means as one of them.
+
+Pure; gateway process. The parser of tool calls and the grammar that forces them agree through this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_MAX_REFS = 32
+# A parameter of these types alone may stand as bare text; any other is JSON, whose strings may hold end tags.
+BARE_TYPES = frozenset({"string", "null", "boolean"})
+
+
+def to_json(value: Any) -> str:
+    """Return the JSON text of a value, non-ASCII characters as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def parameter_types(function: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the JSON types that each parameter may have; a parameter that says none is left out."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    found: dict[str, set[str]] = {}
+    for key, schema in properties.items() if isinstance(properties, Mapping) else ():
+        types = _schema_types(schema, parameters, _MAX_REFS)
+        if types:
+            found[key] = types
+    return found
+
+
+def _schema_types(schema: Any, root: Any, refs: int) -> set[str]:
+    """Return the types that a schema names itself, in its alternatives or behind local references."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {item for item in kind if isinstance(item, str)}
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    types = set().union(*(json_types(value) for value in (*values, *_const(schema))))
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and refs > 0:
+        types |= _schema_types(resolve(root, ref), root, refs - 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(name)
+        if isinstance(options, list) and refs > 0:
+            types = types.union(*(_schema_types(option, root, refs - 1) for option in options))
+    return types
+
+
+def _const(schema: Mapping[str, Any]) -> Iterator[Any]:
+    if "const" in schema:
+        yield schema["const"]
+
+
+def resolve(root: Any, ref: str) -> Any:
+    """Return what a local reference such as #/$defs/Colour points at; None when there is nothing."""
+    if not ref.startswith("#/"):
+        return root if ref == "#" else None
+    found = root
+    for step in ref[2:].split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def typed_json(text: str, types: set[str]) -> str:
+    """Return the JSON text of a value that is not, or not only, a string; fall back to a string."""
+    stripped = text.strip()
+    value: Any
+    if stripped in _PYTHON_WORDS:
+        value = _PYTHON_WORDS[stripped]
+    else:
+        try:
+            value = json.loads(stripped, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            return to_json(text)
+    if types and not json_types(value) & types:
+        return to_json(text)
+    return to_json(value)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+class JsonQuotes:
+    """Follows JSON text and tells whether it ends inside a string."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self._escaped = False
+
+    def feed(self, text: str) -> None:
+        """Take more text."""
+        for char in text:
+            if self._escaped:
+                self._escaped = False
+            elif char == '"':
+                self.open = not self.open
+            else:
+                self._escaped = self.open and char == "\\"
+
+
+def json_types(value: Any) -> set[str]:
+    """Return the names that JSON Schema has for the type of a value."""
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
