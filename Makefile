@@ -30,6 +30,7 @@ $(BIN)/python:
 # so that no later one replaces it.
 $(CORE): pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -e . "$(TORCH)"
+	@$(BIN)/python -m transom.kernels.native_build
 	@touch $@
 
 $(DEV): pyproject.toml $(CORE) | $(BIN)/python

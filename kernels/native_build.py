@@ -1,7 +1,7 @@
 """Compiles kernels/native for this machine, once, and keeps the library in the user's cache.
 
-Runs at the start of llm processes, several at a time perhaps. Knows no tensors; whoever gets no library from
-here computes with torch.
+Runs at the start of llm processes, several at a time perhaps, and as `python -m transom.kernels.native_build`
+at the end of an install. Knows no tensors; whoever gets no library from here computes with torch.
 """
 
 from __future__ import annotations
@@ -166,3 +166,16 @@ def _prune(folder: Path) -> None:
     for old in libraries[:-_KEPT_LIBRARIES]:
         old.unlink(missing_ok=True)
         old.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Compile now, so that the first start needn't; say what became of it."""
+    try:
+        told = f"CPU kernels: {Build().wait(300)}"
+    except NoLibraryError as error:
+        told = f"CPU kernels: none, torch computes: {error}"
+    sys.stdout.write(f"{told}\n")
+
+
+if __name__ == "__main__":
+    main()
