@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # A clip of this many units sends its first embeddings before anything but its beginning is decoded.
 _LONG_UNITS = 40
 _BEGINNING = 1 / 20
+_AT_ONCE_S = 5.0
 # Pieces of sound in one job: a piece is a segment of the audio path, a minute as a rule.
 _PIECES = 2
 _numbers = itertools.count()
@@ -99,7 +100,7 @@ class Clip:
         self._ahead = 0
         self._begins_alone = False
         self._published = False
-        self._retried = False
+        self._lost_s: float | None = None  # when a worker was lost
         self._sound_notes: tuple[str, ...] = ()
         self._changed = Signal()
 
@@ -163,12 +164,21 @@ class Clip:
                 try:
                     worker = await self._decode(head, job, worker, insist=which is not slices[0])
                 except WorkerEndedError:
-                    if self._retried:
+                    if not self._may_retry():
                         raise
-                    self._retried = True
                     worker = await self._decode(head, job, None, insist=False)
                 self._open_slices.discard(which.number)
                 self._changed.set()
+
+    def _may_retry(self) -> bool:
+        """Whether a lost worker's job is tried again: what ends workers a second time stays away from them.
+
+        All workers may be lost at once, through no fault of the clip's.
+        """
+        now = time.monotonic()
+        if self._lost_s is None:
+            self._lost_s = now
+        return now - self._lost_s < _AT_ONCE_S
 
     def _may_decode(self, which: _Slice) -> bool:
         """Whether a slice is near enough to what leaves next: the bound on rows that wait."""
@@ -230,15 +240,18 @@ class Clip:
             job = wire.TrackJob(clip=self._number, sound=self._job.sound, first=first, pieces=_PIECES)
             futures: list[asyncio.Future[Rows]] = []
             is_last = False
-            # Where the last job ran the decoder stands ready; anywhere else it would begin anew.
-            async with pipeline.pool.decode(job, self._file, near=worker, insist=True) as parts:
-                async for reply, fd in parts:
-                    assert isinstance(reply, wire.Sound)
-                    futures += await pipeline.submit_sound(self._encoding, cutter, fd, reply)
-                    is_last = reply.last
-                    first += 1
-            worker = parts.worker
-            self._sound_notes = parts.notes
+            try:
+                # Where the last job ran the decoder stands ready; anywhere else it would begin anew.
+                async with pipeline.pool.decode(job, self._file, near=worker, insist=True) as parts:
+                    async for reply, fd in parts:
+                        assert isinstance(reply, wire.Sound)
+                        futures += await pipeline.submit_sound(self._encoding, cutter, fd, reply)
+                        is_last = reply.last
+                        first += 1
+                worker, self._sound_notes = parts.worker, parts.notes
+            except WorkerEndedError:  # the next job goes on with the first piece that did not come
+                if not self._may_retry():
+                    raise
             for future in futures:
                 self._track.add(await future)
             self._track.ended = is_last
