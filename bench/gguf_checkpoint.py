@@ -37,8 +37,7 @@ def convert(file: Path, folder: Path) -> None:
     """Write the checkpoint; transformers reads the file, its quantised tensors become bf16."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     if model.config.model_type != "gemma3_text":
         raise SystemExit(f"{file} holds a {model.config.model_type!r}; only 'gemma3_text' is converted")
     tensors = dict(model.state_dict())
@@ -49,7 +48,7 @@ def convert(file: Path, folder: Path) -> None:
     save_tensors(folder / "model.safetensors", tensors)
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 def main() -> None:

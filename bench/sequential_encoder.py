@@ -147,7 +147,7 @@ class SequentialStage(Stage):
                 piece_samples=cfg.audio_segment_size * cfg.mel.hop_length,
                 max_audio_s=self._config.max_audio_s,
             )
-            pieces = list(decode_audio(memoryview(data), audio_job))
+            pieces = list(decode_audio(memoryview(data), audio_job, []))
             decoded = time.monotonic()
             cutter, mel = SoundCutter(cfg), MelPreprocessor(cfg.mel, self._towers.device)
             windows = [window for samples, last in pieces for window in cutter.push(samples, last)]

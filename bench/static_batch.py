@@ -51,7 +51,7 @@ class StaticBatches:
     """One model; batches of at most `size` prompts run one after the other in a thread."""
 
     def __init__(self, folder: str, size: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # in eval mode
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # in eval mode
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._size = size
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
