@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 for _pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_pool, "1")
 
+# Before anything imports triton, whose own functions read it then: without a GPU kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -64,8 +68,6 @@ def triton_ops() -> TritonOps:
     """The Triton kernels, on a GPU where there is one, else under the interpreter on the CPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     from transom.kernels.triton_ops import TritonOps
 
     return TritonOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from transom.tokenizer import Tokenizer
 
 # What ends things; tried from another one on at each step, once an answer has grown long enough.
-CLOSERS = ("</parameter>", '"', "}", "]", "\n</function>\n</tool_call>", ",", "0", "true", ":", "xy")
+CLOSERS = ("</parameter>", '"', "}", "]", "\n</function>\n</tool_call>", ",", "0", "true", "1", ":", "xy")
 
 
 def allowed(matcher: LLMatcher, vocab_size: int) -> list[int]:

@@ -91,6 +91,12 @@ SINGLE_ITEM_CASES = [
     pytest.param(
         [video(media.moving_circle("left")), text("Which way does it move?")], "left", id="motion-left"
     ),
+    pytest.param([video(media.moving_circle("up")), text("Which way does it move?")], "up", id="motion-up"),
+    pytest.param(
+        [video(media.moving_circle("down")), text("What happens in this video?")],
+        "red circle moves down",
+        id="motion-down",
+    ),
     pytest.param(
         [video(media.colour_scenes(["red", "blue"])), text("Describe this video.")],
         "red.*blue",

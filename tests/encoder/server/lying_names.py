@@ -142,7 +142,7 @@ async def main() -> dict[str, Any]:
         fetcher = Fetcher(dataclasses.replace(defaults, **changes))
         await fetcher.start()
         try:
-            results[case] = (await fetcher.fetch(url)).decode()
+            results[case] = (await fetcher.fetch(url)).data.decode()
         except MediaError as error:
             results[case] = error.message
         finally:

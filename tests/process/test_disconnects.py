@@ -1,0 +1,133 @@
+"""Clients that go away at random moments: the pipeline is afterwards as if nobody had asked.
+
+`--disconnects 1000` on pytest's command line makes it a thousand of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from transom.bench.media import make_part
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+AT_ONCE = 12
+KINDS = ("text", "image", "image", "audio", "video")
+# Of every stage: what is not zero as long as anything of any request is held. Leases of cached embeddings
+# are bounded instead: the last of a cancelled item may wait for Python's collector of cycles.
+MAX_LEASES = 4
+HELD = {
+    "gateway": ("choices", "tokens", "buffered_bytes", "waiting"),
+    "encoder": (
+        "items", "media_bytes", "queued_patches", "queued_mel_frames", "decoders_busy",
+    ),
+    "prefill": (
+        "jobs", "tokens", "running_requests", "waiting_requests", "parked_requests", "embedding_bytes",
+        "handoff_bytes", "full_used_slots", "swa_used_slots",
+    ),
+    "decode": (
+        "jobs", "tokens", "running_requests", "waiting_requests", "queued_requests", "promised_bytes",
+        "retracted_bytes", "full_used_slots", "swa_used_slots",
+    ),
+}  # fmt: skip
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Requests of all kinds; some media come again, so that cached embeddings are sent too."""
+    found = []
+    for number in range(40):
+        kind = KINDS[number % len(KINDS)]
+        question = {"type": "text", "text": f"What is this? ({number})"}
+        content = [question] if kind == "text" else [make_part(kind, (77, number % 25)), question]
+        found.append(
+            {
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 300,
+                "ignore_eos": True,
+                "stream": number % 3 != 0,
+                "n": 2 if number % 7 == 0 else 1,
+            }
+        )
+    return found
+
+
+async def held(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Return what is not back at zero, by stage or worker and figure."""
+    async with session.get(f"{url}/v1/fleet") as response:
+        fleet = await response.json()
+    found = {f"gateway {name}": fleet["gateway"][name] for name in HELD["gateway"]}
+    for stage in fleet["stages"]:
+        for worker in stage["workers"]:
+            found[f"{worker['name']} in_work"] = worker["in_work"] + worker["in_work_tokens"]
+            found |= {f"{worker['name']} {name}": worker["load"][name] for name in HELD[stage["stage"]]}
+            if worker["load"].get("cache_leases", 0) > MAX_LEASES:
+                found[f"{worker['name']} cache_leases"] = worker["load"]["cache_leases"]
+    return {name: value for name, value in found.items() if value}
+
+
+async def until_nothing_is_held(session: aiohttp.ClientSession, url: str, limit_s: float = 60) -> None:
+    """Wait until two looks, with the workers' figures of two different pings, find nothing."""
+    end, clean = time.monotonic() + limit_s, 0
+    while clean < 3:
+        left = await held(session, url)
+        clean = 0 if left else clean + 1
+        assert time.monotonic() < end, left
+        await asyncio.sleep(0.6)  # the workers tell their figures twice a second
+
+
+async def outcomes(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Return the gateway's counters of ended requests by status and of aborts by cause."""
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    wanted = ("transom_requests_total", "transom_aborts_total", "transom_requests_in_flight")
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(wanted))
+    return {name: float(value) for name, value in pairs}
+
+
+async def test_disconnects_at_random_moments_leave_nothing(
+    pipeline: Any, base_url: str, request: pytest.FixtureRequest
+) -> None:
+    count: int = request.config.getoption("--disconnects")
+    asked = await asyncio.to_thread(bodies)
+    rng = random.Random(5)
+    patience_s = [rng.uniform(0, 0.2) if number % 4 == 0 else rng.uniform(0, 1.5) for number in range(count)]
+    gone, log_len = 0, len(pipeline.log(last=1_000_000))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        await until_nothing_is_held(session, base_url)
+        before = await outcomes(session, base_url)
+        numbers = iter(range(count))
+
+        async def client() -> None:
+            nonlocal gone
+            for number in numbers:
+                try:
+                    async with asyncio.timeout(patience_s[number]):
+                        body = asked[number % len(asked)]
+                        async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
+                            await response.read()
+                except TimeoutError:
+                    gone += 1
+
+        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+        await until_nothing_is_held(session, base_url)
+        after = await outcomes(session, base_url)
+        assert after["transom_requests_in_flight"] == 0
+        by_client = 'transom_aborts_total{cause="client"}'
+        aborted = after.get(by_client, 0) - before.get(by_client, 0)
+        assert gone > count / 3, "many of them should have gone before their answer was complete"
+        # Those that went before the gateway had read them are not in the fleet's books.
+        assert gone / 4 < aborted <= gone
+        left = {name for name in after if "cause" in name and after[name] != before.get(name, 0)}
+        assert left == {by_client}
+        body = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
+        async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+    logged = pipeline.log(last=1_000_000)[log_len:]
+    assert "Task was destroyed" not in logged
+    assert " error " not in logged
