@@ -22,11 +22,13 @@ from transom.encoder.models.vision import VisionTower
 from transom.kernels.weights import save_tensors
 from transom.llm.model.config import MiMoV2Config
 from transom.llm.model.export import save_language_model
-from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.mimo_v2 import DecoderLayer, MiMoV2ForCausalLM, MoE
 from transom.nano import config
 from transom.nano.data.dialogues import corpus
 from transom.nano.tokenizer import save_tokenizer, train_tokenizer
 
+# How loud the layers of an untrained model speak, as a share of the usual.
+QUIET = 0.02
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 CORPUS_SEED, CORPUS_SIZE = 11, 8000
@@ -77,11 +79,20 @@ def new_models(folder: Path) -> Models:
 
 
 def new_language_model(folder: Path) -> MiMoV2ForCausalLM:
-    """Build an untrained language model that finds copying easily: its head starts along the embedding."""
+    """Build an untrained language model that finds copying easily.
+
+    Its head starts along the embedding, and its layers start quiet, so that what a layer reads is the
+    embedding and what little the layers before it have to say.
+    """
     model = MiMoV2ForCausalLM(MiMoV2Config.from_folder(folder))
     nn.init.normal_(model.embed_tokens.weight, std=0.5)
     with torch.no_grad():
-        model.lm_head.weight.copy_(model.embed_tokens.weight * 0.1)
+        model.lm_head.weight.copy_(model.embed_tokens.weight * 0.2)
+        for layer in model.layers:
+            assert isinstance(layer, DecoderLayer)
+            quiet = layer.mlp.down if isinstance(layer.mlp, MoE) else layer.mlp.down_proj.weight
+            quiet *= QUIET
+            layer.self_attn.o_proj.weight *= QUIET
     return model
 
 

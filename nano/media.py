@@ -55,7 +55,7 @@ def frames_patches(
 
 
 def video_patches(video: Video, cfg: ProcessorConfig) -> tuple[Tensor, Grid, list[float]]:
-    """Render, resize and cut the sampled frames: (patches, grid, second of each frame pair's first frame)."""
+    """Render, resize and cut the sampled frames: (patches, grid, second of each frame)."""
     plan = sample_frames(
         [index / video.fps for index in range(video.frame_count)],
         fps=cfg.fps,
@@ -73,7 +73,7 @@ def video_patches(video: Video, cfg: ProcessorConfig) -> tuple[Tensor, Grid, lis
     )
     frames = [video.frame(second) for second in seconds]
     patches, grid = frames_patches(frames, cfg, cfg.video_min_pixels, limit)
-    return patches, grid, seconds[:: cfg.temporal_patch_size]
+    return patches, grid, seconds
 
 
 def sound_mel(samples: Samples) -> Tensor:

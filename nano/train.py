@@ -31,13 +31,13 @@ from transom.nano.export import (
 )
 from transom.nano.stages.audio import train_audio
 from transom.nano.stages.joint import train_joint, train_mtp
-from transom.nano.stages.language import plant_in, train_text
+from transom.nano.stages.language import train_text
 from transom.nano.stages.loop import load_modules
 from transom.nano.stages.pools import Pools, build_pools
 from transom.nano.stages.vision import PictureSource, batch_patches, draw_example, train_vision
 
 RUNS = Path(__file__).parent / "runs"
-STEPS = {"vision": 5600, "audio": 900, "text": 1000, "joint": 2000, "mtp": 250}
+STEPS = {"vision": 10_000, "audio": 900, "text": 750, "joint": 2850, "mtp": 250}
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Run:
     steps: dict[str, int]
     spoken_digits: str | None
     checkpoint: Path
+    pool_share: float
 
     @property
     def assets(self) -> Path:
@@ -81,15 +82,6 @@ class Run:
         """Text stage: dialogue, copying, recall."""
         train_text(self.assets, self.runs / "text", self.steps["text"], self.seed)
 
-    def plant(self) -> None:
-        """Give the language model a rough copying circuit."""
-        torch.manual_seed(self.seed)
-        language = self._language("text")
-        plant_in(language, self.assets, self.seed)
-        (self.runs / "planted").mkdir(exist_ok=True)
-        tensors = {f"module.language.{key}": value for key, value in language.state_dict().items()}
-        save_file(tensors, self.runs / "planted" / "state.safetensors")
-
     def pools(self) -> None:
         """Run the frozen towers over the training media."""
         tower, processor = (
@@ -101,11 +93,12 @@ class Run:
         save_file(tower.state_dict(), self.runs / "tower.safetensors")
         audio = AudioEncoder(AudioConfig.from_folder(self.assets))
         load_modules(self.runs / "audio", {"audio": audio})
-        build_pools(tower, audio, processor, self.spoken(), self.seed).save(self.runs / "pools")
+        pools = build_pools(tower, audio, processor, self.spoken(), self.seed, self.pool_share)
+        pools.save(self.runs / "pools")
 
     def joint(self) -> None:
         """Stage C: everything together."""
-        language, audio = self._language("planted"), AudioEncoder(AudioConfig.from_folder(self.assets))
+        language, audio = self._language("text"), AudioEncoder(AudioConfig.from_folder(self.assets))
         load_modules(self.runs / "audio", {"audio": audio})
         pools = Pools.load(self.runs / "pools")
         train_joint(
@@ -164,7 +157,7 @@ def _scale_tower(tower: VisionTower, processor: ProcessorConfig, seed: int) -> N
 
 def main() -> None:
     """Parse the command line and run the stages."""
-    order = ("vision", "audio", "text", "plant", "pools", "joint", "mtp", "export")
+    order = ("vision", "audio", "text", "pools", "joint", "mtp", "export")
     parser = argparse.ArgumentParser(prog="python -m nano.train", description=__doc__)
     parser.add_argument("stage", choices=[*order, "all"])
     parser.add_argument(
@@ -177,10 +170,15 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--pool-share", type=float, default=1.0, help="share of the media that the pools hold (default: all)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     steps = {name: options.steps or count for name, count in STEPS.items()}
-    run = Run(options.runs, options.seed, steps, options.spoken_digits, options.checkpoint)
+    run = Run(
+        options.runs, options.seed, steps, options.spoken_digits, options.checkpoint, options.pool_share
+    )
     run.prepare()
     stages: dict[str, Callable[[], None]] = {name: getattr(run, name) for name in order}
     for name in order if options.stage == "all" else (options.stage,):

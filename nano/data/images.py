@@ -35,6 +35,9 @@ _COLOUR_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[
     "white": ((0, 360), (0.0, 0.02), (0.97, 1.0)),
     "grey": ((0, 360), (0.0, 0.04), (0.4, 0.65)),
 }
+# Centres keep this share of a side away from the lines between thirds, and from each other's columns:
+# a place or "left to right" is never ambiguous either.
+PLACE_MARGIN = 0.035
 _FONT_FOLDERS = ("/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/TTF", "/usr/share/fonts/dejavu")
 _FONT_NAMES = (
     "DejaVuSans.ttf",
@@ -142,9 +145,19 @@ def _free_spot(
         y = float(rng.uniform(radius, size[1] - radius))
         if not placed and rng.random() < 0.35:
             x, y = size[0] / 2, size[1] / 2
-        if all(math.hypot(x - px, y - py) > (radius + other) * 1.12 for px, py, other in placed):
+        if not (_names_a_place(x / size[0]) and _names_a_place(y / size[1])):
+            continue
+        if all(
+            math.hypot(x - px, y - py) > (radius + other) * 1.12 and abs(x - px) > size[0] * PLACE_MARGIN
+            for px, py, other in placed
+        ):
             return x, y, radius
     return None
+
+
+def _names_a_place(share: float) -> bool:
+    """Tell whether everybody would say on which third of a side this is."""
+    return min(abs(share - 1 / 3), abs(share - 2 / 3)) > PLACE_MARGIN
 
 
 def plain_picture(rng: Rng) -> tuple[Pixels, ImageFacts]:

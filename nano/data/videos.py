@@ -6,7 +6,8 @@ sampled frames and evaluation writes a whole file; knows nothing of codecs, patc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,6 +141,19 @@ def any_video(rng: Rng) -> Video:
     if roll < 0.67:
         return colours_video(rng)
     return digits_video(rng) if roll < 0.9 else unknown_video(rng)
+
+
+def as_sampled(facts: VideoFacts, seconds: Sequence[float], pair: int) -> VideoFacts:
+    """Return the facts with each scene's second as a viewer of the sampled frames tells it.
+
+    That is the time stamp of the group of `pair` frames in which it is first seen: what happens between two
+    frames nobody who sees only them can say.
+    """
+    order = []
+    for label, start in facts.order:
+        first = next((at for at, second in enumerate(seconds) if second >= start - 1e-6), len(seconds) - 1)
+        order.append((label, math.floor(seconds[first // pair * pair] + 1e-6)))
+    return VideoFacts(facts.kind, facts.shape, facts.colour, facts.direction, tuple(order), facts.sound)
 
 
 def with_sound(facts: VideoFacts, sound: AudioFacts | None) -> VideoFacts:

@@ -17,7 +17,7 @@ from transom.llm.model.mimo_v2 import Attention, DecoderLayer, DenseMLP, MiMoV2F
 
 # Score gaps of the planted heads, in units of the softmax: to the neighbours, and of an equal token.
 PREVIOUS_GAP = 20.0
-MATCH_SCORE = 16.0
+MATCH_SCORE = 32.0
 RIDGE = 1e-3
 # How loud the passed-on token is beside the rest of the stream.
 LOUDNESS = 4.0

@@ -33,7 +33,9 @@ from transom.nano.stages.loop import Loop, LoopConfig, Rng
 from transom.nano.stages.pools import Pools, expand_entry
 
 BUDGET = 2560
-EARLY = 0.6
+# What the text stage taught must not be forgotten; filler is counted in characters.
+RECALL_SHARE, ECHO_SHARE = 0.12, 0.03
+LONGEST_FILLER = 7000
 
 
 class MediaEmbedder:
@@ -60,29 +62,24 @@ class MediaEmbedder:
 def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     """Draw any short dialogue, in the shares of the joint stage."""
     roll = rng.random()
-    if roll < 0.28:
+    if roll < 0.3:
         return dialogues.media_dialogue(pools, rng, "image")
     if roll < 0.41:
         return dialogues.media_dialogue(pools, rng, "audio")
-    if roll < 0.82:
+    if roll < 0.83:
         return dialogues.media_dialogue(pools, rng, "video")
-    return dialogues.pair_dialogue(pools, rng) if roll < 0.89 else dialogues.text_dialogue(rng)
+    return dialogues.pair_dialogue(pools, rng) if roll < 0.91 else dialogues.text_dialogue(rng)
 
 
-def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int, done: float) -> list[Prompt]:
-    """Draw the prompts of a group of steps: recall over filler of all lengths, copying, everything else.
-
-    Copying takes a quarter until it has been learnt; long filler comes after that.
-    """
-    is_early = done < EARLY
-    echo_share, recall_share, longest = (0.25, 0.15, 2500) if is_early else (0.0, 0.08, 4_000)
+def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int) -> list[Prompt]:
+    """Draw the prompts of a group of steps: recall over filler of all lengths, copying, everything else."""
 
     def recall(r: Rng) -> list[Message]:
-        return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(longest)))))
+        return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(LONGEST_FILLER)))))
 
-    prompts = draw_prompts(recall, writer, rng, int(budget * recall_share), 4500)
-    prompts += echo_prompts(writer, rng, int(budget * echo_share), 80)
-    rest = int(budget * (1 - recall_share - echo_share))
+    prompts = draw_prompts(recall, writer, rng, int(budget * RECALL_SHARE), 4500)
+    prompts += echo_prompts(writer, rng, int(budget * ECHO_SHARE), 80)
+    rest = int(budget * (1 - RECALL_SHARE - ECHO_SHARE))
     return prompts + draw_prompts(lambda r: draw_dialogue(pools, r), writer, rng, rest, 500)
 
 
@@ -116,7 +113,7 @@ def train_joint(
     embed = MediaEmbedder(writer, pools, audio)
     modules: dict[str, nn.Module] = {"language": language, "audio": audio}
     loop = Loop("joint", folder, modules, LoopConfig(steps, 2e-3, seed=seed, save_every=100))
-    grouped = Grouped(seed + 1, lambda at, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, at / steps))
+    grouped = Grouped(seed + 1, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
         batch = pack(grouped.prompts(index))
@@ -153,7 +150,7 @@ def train_mtp(
         {"mtp": language.mtp},
         LoopConfig(steps, 4e-3, warmup_steps=15, seed=seed, save_every=50),
     )
-    grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP, 1.0))
+    grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
         batch = pack(grouped.prompts(index))

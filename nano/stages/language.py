@@ -195,6 +195,7 @@ def train_text(checkpoint: Path, folder: Path, steps: int, seed: int, budget: in
     torch.manual_seed(seed)
     writer = PromptWriter(checkpoint, _no_media)
     model = new_language_model(checkpoint)
+    plant_in(model, writer, seed)
     model.mtp.requires_grad_(False)
     balancer = LoadBalancer(model)
     loop = Loop("text", folder, {"language": model}, LoopConfig(steps, 2e-3, final_share=0.4, seed=seed))
@@ -209,9 +210,8 @@ def train_text(checkpoint: Path, folder: Path, steps: int, seed: int, budget: in
     loop.run(step)
 
 
-def plant_in(model: MiMoV2ForCausalLM, assets: Path, seed: int) -> None:
+def plant_in(model: MiMoV2ForCausalLM, writer: PromptWriter, seed: int) -> None:
     """Plant the copying circuit, fitted to a batch of text."""
-    writer = PromptWriter(assets, _no_media)
     batch = pack(text_prompts(writer, np.random.default_rng([seed, 9]), 0.3, 5000))
     attention = PackedAttention(batch.lens)
 

@@ -29,7 +29,17 @@ StepFn = Callable[[int, Rng], tuple[Tensor, dict[str, float]]]
 
 # Matrices at the ends of a model, where Muon's assumption does not hold. Experts are stacked in three
 # dimensions and stay with AdamW too: making 112 of them orthogonal costs as much as half a step.
-_ADAM_MATRICES = ("lm_head", "patch_embed", "mlp.gate.weight", "conv1", "heads", "kinds", "cells", "classes")
+_ADAM_MATRICES = (
+    "lm_head",
+    "patch_embed",
+    "mlp.gate.weight",
+    "conv1",
+    "heads",
+    "kinds",
+    "motions",
+    "cells",
+    "classes",
+)
 
 
 @dataclass(frozen=True)

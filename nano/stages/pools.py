@@ -30,17 +30,19 @@ from transom.nano.media import Grid, image_patches, sound_mel, video_patches
 from transom.nano.stages.vision import PictureSource
 
 PICTURES = {
-    "shapes": 5000,
-    "fashion": 4000,
-    "handwritten": 1600,
-    "printed": 1000,
-    "word": 1800,
-    "plain": 500,
-    "unknown": 1200,
+    "shapes": 9000,
+    "fashion": 14000,
+    "handwritten": 3000,
+    "printed": 2000,
+    "word": 4000,
+    "plain": 800,
+    "unknown": 2500,
 }
 PICTURE_SHARES = {"shapes": 0.4, "fashion": 0.21, "digit": 0.16, "word": 0.1, "plain": 0.04, "unknown": 0.09}
-SOUNDS = 3000
-VIDEOS = 2200
+# Order is the hardest to learn.
+VIDEO_SHARES = {"colours": 0.38, "digits": 0.34, "motion": 0.19, "still": 0.04, "unknown": 0.05}
+SOUNDS = 6000
+VIDEOS = 6000
 SOUND_TRACK_SHARE = 0.45
 
 
@@ -91,6 +93,9 @@ class Pools:
         self._by_kind: dict[str, list[ImageEntry]] = {}
         for entry in self.entries.images:
             self._by_kind.setdefault(entry.facts.kind, []).append(entry)
+        self._videos_by_kind: dict[str, list[VideoEntry]] = {}
+        for clip in self.entries.videos:
+            self._videos_by_kind.setdefault(clip.facts.kind, []).append(clip)
 
     def image(self, rng: Rng, kind: str | None = None) -> Media:
         """Draw a picture, by the shares of the training set or of one kind."""
@@ -106,8 +111,11 @@ class Pools:
         return Media("audio", entry.facts, entry)
 
     def video(self, rng: Rng) -> Media:
-        """Draw a video."""
-        entry = self.entries.videos[int(rng.integers(len(self.entries.videos)))]
+        """Draw a video, by the shares of the training set."""
+        kinds = [kind for kind in VIDEO_SHARES if kind in self._videos_by_kind]
+        shares = np.array([VIDEO_SHARES[kind] for kind in kinds])
+        pool = self._videos_by_kind[kinds[int(rng.choice(len(kinds), p=shares / shares.sum()))]]
+        entry = pool[int(rng.integers(len(pool)))]
         return Media("video", entry.facts, entry)
 
     def vision_rows(self, media: Sequence[Media]) -> Tensor:
@@ -204,16 +212,17 @@ class PoolBuilder:
 
     def video(self, video: videos.Video, rng: Rng, sound_share: float = SOUND_TRACK_SHARE) -> VideoEntry:
         """Embed one video, with a sound track in `sound_share` of the cases."""
-        patches, grid, starts = video_patches(video, self.processor)
+        patches, grid, seconds = video_patches(video, self.processor)
         ((start, end),) = self.embed([patches], [grid])
         per_unit = (end - start) // grid[0]
-        facts, span, tokens = video.facts, (0, 0), 0
+        pair = self.processor.temporal_patch_size
+        facts, span, tokens = videos.as_sampled(video.facts, seconds, pair), (0, 0), 0
         if rng.random() < sound_share:
             sound = sound_track(self.spoken, video.duration_s, rng)
             ((first, last),) = self.tokenize([sound.samples])
             facts, span = videos.with_sound(facts, sound.facts), (first, last)
             tokens = -(-(last - first) // self.audio.cfg.group_size)
-        units = unit_rows(starts, per_unit, tokens)
+        units = unit_rows(seconds[::pair], per_unit, tokens)
         return VideoEntry(facts, start, end, units, *span)
 
     def pools(self, pictures: list[ImageEntry], sounds: list[SoundEntry], clips: list[VideoEntry]) -> Pools:

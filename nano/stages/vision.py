@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transom.encoder.models.config import ProcessorConfig, VisionConfig
 from transom.encoder.models.vision import VisionTower
 from transom.nano.data import datasets, images, videos
-from transom.nano.data.facts import COLOURS, FASHION, SHAPES, WORDS, ImageFacts, Shape, VideoFacts
+from transom.nano.data.facts import COLOURS, DIRECTIONS, FASHION, SHAPES, WORDS, ImageFacts, Shape, VideoFacts
 from transom.nano.data.images import Pixels, Rng
 from transom.nano.media import Grid, frames_patches
 from transom.nano.stages.loop import Loop, LoopConfig
 
 KINDS = ("shapes", "fashion", "digit", "word", "plain", "unknown")
+MOTIONS = ("", *DIRECTIONS)
 CLASSES = {"fashion": len(FASHION), "digit": 10, "word": len(WORDS), "plain": len(COLOURS)}
 BATCH = 64
 
@@ -40,11 +41,11 @@ class PictureSource:
     def draw(self, rng: Rng) -> tuple[Pixels, ImageFacts]:
         """Draw one picture, in the shares of the training set, worn as uploads are."""
         roll = rng.random()
-        if roll < 0.34:
+        if roll < 0.31:
             return self.fashion_picture(rng)
-        if roll < 0.45:
+        if roll < 0.39:
             return self.handwritten_picture(rng)
-        if roll < 0.51:
+        if roll < 0.46:
             pixels, facts = images.printed_digit_picture(rng)
         elif roll < 0.78:
             pixels, facts = images.shapes_picture(rng)
@@ -113,10 +114,11 @@ def _to_rgb(grey: Pixels, rng: Rng, varied: bool) -> Pixels:
 
 @dataclass(frozen=True)
 class Example:
-    """A picture, or two frames of a video, with the facts of each frame."""
+    """A picture, or two frames of a video, with the facts of each frame and the way its shape moves."""
 
     frames: tuple[Pixels, ...]
     facts: tuple[ImageFacts, ImageFacts]
+    motion: str | None = None
 
 
 def _pair_facts(video: videos.Video, second: float, position: tuple[float, float] | None) -> ImageFacts:
@@ -142,8 +144,8 @@ def _centre(frame: Pixels) -> tuple[float, float]:
 
 
 def draw_example(source: PictureSource, rng: Rng) -> Example:
-    """Draw a picture, or in one case of eight a frame pair of a video."""
-    if rng.random() > 0.125:
+    """Draw a picture, or in one case of five a frame pair of a video."""
+    if rng.random() > 0.2:
         pixels, facts = source.draw(rng)
         return Example((pixels,), (facts, facts))
     video = videos.any_video(rng)
@@ -156,7 +158,7 @@ def draw_example(source: PictureSource, rng: Rng) -> Example:
         for frame, second in zip(frames, seconds)
     )
     worn = tuple(images.wear(frame, rng) for frame in frames) if rng.random() < 0.6 else frames
-    return Example(worn, (before, after))
+    return Example(worn, (before, after), video.facts.direction if moving else None)
 
 
 def _class_index(facts: ImageFacts) -> int:
@@ -184,6 +186,7 @@ class VisionHeads(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.cells = nn.ModuleList(nn.Linear(width, cells) for _ in range(2))
         self.kinds = nn.ModuleList(nn.Linear(width, len(KINDS)) for _ in range(2))
+        self.motions = nn.Linear(width, len(MOTIONS))
         self.classes = nn.ModuleDict(
             {
                 name: nn.ModuleList(nn.Linear(width, count) for _ in range(2))
@@ -200,6 +203,12 @@ class VisionHeads(nn.Module):
         means = torch.stack([part.mean(0) for part in normed.split(lens)])
         total = tokens.new_zeros(())
         report: dict[str, float] = {}
+        moving = [index for index, example in enumerate(examples) if example.motion is not None]
+        if moving:
+            ways = torch.tensor([MOTIONS.index(examples[index].motion or "") for index in moving])
+            scores = self.motions(means[moving])
+            total = total + F.cross_entropy(scores, ways, reduction="sum") / len(examples)
+            report["motion"] = float((scores.argmax(-1) == ways).float().mean())
         for frame in range(2):
             facts = [example.facts[frame] for example in examples]
             kinds = torch.tensor([KINDS.index(fact.kind) for fact in facts])

@@ -95,7 +95,7 @@ async def test_json_object_mode_and_its_ends(client: openai.AsyncOpenAI) -> None
     form = {"type": "json_object"}
     cut = await ask(client, response_format=form, max_tokens=2, temperature=0)
     assert cut.choices[0].finish_reason == "length"
-    assert cut.choices[0].message.content.lstrip().startswith("{")
+    assert cut.choices[0].message.content.lstrip()[:1] in ("", "{")  # blanks may come first
     stopped = await ask(client, response_format=FORMAT, stop=[":"], temperature=0)
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].message.content.split() == ["{", '"colour"'] or (

@@ -113,7 +113,7 @@ def test_a_request_never_takes_more_in_dual_pools(context_len: int, kv_dtype: st
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "fp32"])
 def test_planned_bytes_and_pages_are_the_real_pools(page_size: int, kv_dtype: str) -> None:
     asked = options(1000, page_size=page_size, kv_dtype=kv_dtype)
-    budget = 4_000_000
+    budget = 8_000_000
     plan = dual_pool_plan(NANO.config, asked, budget)
     dtype = {"bf16": torch.bfloat16, "fp8": torch.uint8, "fp32": torch.float32}[kv_dtype]
     pools = DualPools(NANO.config, plan, dtype=dtype, device=torch.device("cpu"))
@@ -127,13 +127,13 @@ def test_planned_bytes_and_pages_are_the_real_pools(page_size: int, kv_dtype: st
 @pytest.mark.parametrize(
     ("context_len", "page_size", "chunk", "budget"),
     [
-        (4096, 16, 512, 20_000_000),
-        (4096, 16, 512, 9_000_001),
-        (1000, 16, 512, 6_000_000),
-        (1000, 64, 512, 6_000_000),
-        (777, 1, 100, 3_000_000),
-        (20, 16, 512, 3_000_000),
-        (8192, 16, 2048, 36_000_000),
+        (4096, 16, 512, 40_000_000),
+        (4096, 16, 512, 18_000_001),
+        (1000, 16, 512, 12_000_000),
+        (1000, 64, 512, 12_000_000),
+        (777, 1, 100, 6_000_000),
+        (20, 16, 512, 6_000_000),
+        (8192, 16, 2048, 72_000_000),
     ],
 )
 def test_planned_requests_are_what_real_pools_admit(
@@ -152,7 +152,7 @@ def test_planned_requests_are_what_real_pools_admit(
 def test_the_most_a_decoding_request_holds_is_exact(page_size: int, interval: int) -> None:
     """Decode token by token as the engine does; the plan's figure is reached and never passed."""
     asked = options(1000, page_size=page_size, release_interval=interval)
-    plan = dual_pool_plan(NANO.config, asked, 3_000_000)
+    plan = dual_pool_plan(NANO.config, asked, 6_000_000)
     pools = DualPools(NANO.config, plan, dtype=torch.bfloat16, device=torch.device("cpu"))
     kv, most = RequestKV(), 0
     for length in range(1, 500):
@@ -307,7 +307,7 @@ def test_models_from_folders(tmp_path: Path) -> None:
 
 
 def test_a_filled_pool_refuses_the_next_page() -> None:
-    plan = dual_pool_plan(NANO.config, options(500), 2_000_000)
+    plan = dual_pool_plan(NANO.config, options(500), 4_000_000)
     pools = DualPools(NANO.config, plan, dtype=torch.bfloat16, device=torch.device("cpu"))
     with pytest.raises(PoolExhaustedError):
         pools.extend(RequestKV(), plan.full_tokens + 1)
