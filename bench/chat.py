@@ -13,12 +13,12 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from transom.bench.report import progress_bar
 from transom.commands.base import base_url, make_console, write_json
 from transom.config import client_api_key
 from transom.errors import ConfigError, TransomError
@@ -153,26 +153,15 @@ class _Load:
             jobs.reverse()
             rows: list[dict[str, Any]] = []
             begin = time.perf_counter()
-            with self._progress() as progress:
-                task = progress.add_task("requests", total=len(jobs)) if progress else None
+            with progress_bar("requests", len(jobs), quiet=args.json) as advance:
 
                 async def worker() -> None:
                     while jobs:
                         rows.append(await self._one(client, *jobs.pop()))
-                        if progress and task is not None:
-                            progress.advance(task)
+                        advance()
 
                 await asyncio.gather(*(worker() for _ in range(args.concurrency)))
             return sorted(rows, key=lambda row: int(row["number"])), time.perf_counter() - begin
-
-    def _progress(self) -> Any:
-        console = make_console(stderr=True)
-        if self._args.json or not console.is_terminal:
-            return nullcontext()
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(*columns, console=console)
 
     async def _one(self, client: ChatClient, number: int, kind: str) -> dict[str, Any]:
         from transom.client import Answer
