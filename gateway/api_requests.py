@@ -263,6 +263,7 @@ class GenerationFields(Struct, kw_only=True):
     )
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, description="the same as max_tokens")] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, description="before so many nothing ends the answer")] | None = 0
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy")] | None = 1.0
     top_p: Share | None = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="-1 and 0: off")] | None = 0

@@ -377,7 +377,12 @@ class Handlers:
             echoes=echoes,
         )
         plans, prompt_of = self._plans(generation, prompts, "prompt")
-        outputs = [ChoiceOutput(self._model.tokenizer, stop=generation.stop) for _ in plans]
+        outputs = [
+            ChoiceOutput(
+                self._model.tokenizer, stop=generation.stop, min_tokens=generation.sampling.min_tokens
+            )
+            for _ in plans
+        ]
         return Job("completion", head, generation, plans, outputs, renderer, (), prompt_of, timeline)
 
     def _job(self, id: str, name: str, request: ChatRequest, prompt: Prompt, timeline: Timeline) -> Job:

@@ -43,6 +43,7 @@ class ChoiceOutput:
         tokenizer: Tokenizer,
         *,
         stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
         reasoning: ReasoningParser | None = None,
         tools: ToolParser | None = None,
         single_tool_call: bool = False,
@@ -54,6 +55,7 @@ class ChoiceOutput:
         self._hidden = tokenizer.special_ids - spoken
         self._detokenizer = tokenizer.detokenizer(skip_special=False)
         self._stop = StopMatcher(stop)
+        self._min_tokens = min_tokens
         self._reasoning = reasoning
         self._tools = tools
         self._single = single_tool_call
@@ -98,7 +100,8 @@ class ChoiceOutput:
         self._answer(text, delta)
 
     def _answer(self, text: str, delta: Delta) -> None:
-        text = self._stop.push(text)
+        if self.completion_tokens >= self._min_tokens:  # earlier text is not looked at
+            text = self._stop.push(text)
         self._content(text, delta)
         if self._stop.hit is not None:
             self._end_content(delta, truncated=False)

@@ -25,7 +25,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "bad_words": ([],),
     "suffix": ("",),
     "prompt_logprobs": (),
@@ -74,10 +73,15 @@ def parse_generation(
     """Read everything but the prompt; `top_logprobs` is spelled differently by the two APIs."""
     refuse_unsupported(body)
     max_tokens = _max_tokens(body)
+    min_tokens: int = body.integer("min_tokens")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise body.refuse("min_tokens", f"{min_tokens} is more than max_tokens ({max_tokens})")
     stream = body.flag("stream")
     return Generation(
         model=body.text("model"),
-        sampling=_sampling(body, limits, max_tokens or default_max_tokens, top_logprobs),
+        sampling=_sampling(
+            body, limits, max_tokens or max(default_max_tokens, min_tokens), min_tokens, top_logprobs
+        ),
         max_tokens_given=max_tokens is not None,
         n=body.integer("n", le=limits.max_choices),
         stop=_stop(body),
@@ -97,7 +101,9 @@ def _max_tokens(body: Fields) -> int | None:
     return old if new is None else new  # type: ignore[no-any-return]
 
 
-def _sampling(body: Fields, limits: Limits, max_tokens: int, top_logprobs: int | None) -> Sampling:
+def _sampling(
+    body: Fields, limits: Limits, max_tokens: int, min_tokens: int, top_logprobs: int | None
+) -> Sampling:
     top_p = body.number("top_p")
     top_k = max(body.integer("top_k", le=limits.vocab_size), 0)
     if top_p == 0:  # the smallest nucleus that holds any mass is the best token
@@ -105,6 +111,7 @@ def _sampling(body: Fields, limits: Limits, max_tokens: int, top_logprobs: int |
     seed = body.integer("seed")
     return Sampling(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=body.number("temperature"),
         top_p=top_p,
         top_k=top_k,

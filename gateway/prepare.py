@@ -96,13 +96,14 @@ def fit_context(prompt: Prompt, generation: Generation, max_context: int, param:
     `param` is the field of the prompt. Counts the text only: what media items take is known to the
     prefill worker first.
     """
-    wanted = generation.sampling.max_tokens
+    wanted, least = generation.sampling.max_tokens, generation.sampling.min_tokens
     room = max_context - prompt.text_tokens
-    if room < (wanted if generation.max_tokens_given else 1):
-        asked = f" and max_tokens {wanted}" if generation.max_tokens_given else ""
+    name, needed = ("max_tokens", wanted) if generation.max_tokens_given else ("min_tokens", least)
+    if room < max(needed, 1):
+        asked = f" and {name} {needed}" if needed else ""
         raise ContextLengthError(
             f"the model's context is {max_context} tokens; the prompt's text has {prompt.text_tokens}{asked}",
-            param="max_tokens" if room > 0 else param,
+            param=name if room > 0 else param,
         )
     return min(wanted, room)
 
@@ -114,6 +115,7 @@ def chat_output(
     return ChoiceOutput(
         tokenizer,
         stop=request.generation.stop,
+        min_tokens=request.generation.sampling.min_tokens,
         reasoning=reasoning,
         tools=ToolParser(request.tools) if request.tools else None,
         single_tool_call=not request.parallel_tool_calls or request.tool_choice.name is not None,

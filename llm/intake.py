@@ -31,7 +31,10 @@ class Intake:
         self._check_ids(request.prompt_ids + request.output_ids)
         if request.host_kv is not None:
             request.computed = request.host_kv.length
-        request.sampler = SamplerState(request.sampling, vocab_size, self._device, request.constraint)
+        eos_ids = self._config.eos_token_ids
+        request.sampler = SamplerState(
+            request.sampling, vocab_size, self._device, request.constraint, eos_ids
+        )
         if request.prompt_complete:
             self._complete_prompt(request)
 

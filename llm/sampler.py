@@ -25,6 +25,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raise RequestError for a value that no arithmetic below could take."""
     ranges = {
         "max_tokens": (sampling.max_tokens, 1, math.inf),
+        "min_tokens": (sampling.min_tokens, 0, sampling.max_tokens),
         "temperature": (sampling.temperature, 0, 100),
         "top_p": (sampling.top_p, 0, 1),
         "top_k": (sampling.top_k, 0, math.inf),
@@ -60,10 +61,10 @@ def uniform(seed: int, index: int) -> float:
 class SamplerState:
     """What sampling remembers of one request: counts for penalties, biases. Tensors only where needed.
 
-    `constraint` is what the answer must match, None for a free one.
+    `constraint` is what the answer must match, None for a free one. `ends` are the tokens that would end it.
     """
 
-    __slots__ = ("_bias", "_counts", "_seen", "constraint", "sampling")
+    __slots__ = ("_bias", "_counts", "_seen", "constraint", "ends", "sampling")
 
     def __init__(
         self,
@@ -71,9 +72,11 @@ class SamplerState:
         vocab_size: int,
         device: torch.device,
         constraint: Constraint | None = None,
+        eos_ids: Sequence[int] = (),
     ) -> None:
         self.sampling = sampling
         self.constraint = constraint
+        self.ends = [*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids]
         self._bias: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
@@ -131,6 +134,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequen
     if not all(finite):
         logits = logits.masked_fill(~torch.tensor(finite, device=logits.device)[:, None], 0.0)
     adjusted, errors = _constrain(_adjust(logits, states), states)
+    adjusted = _keep_going(adjusted, states, indices)
     tokens = adjusted.argmax(-1)
     drawn = [i for i, state in enumerate(states) if state.sampling.temperature >= _LEAST_TEMPERATURE]
     for rows in (
@@ -184,6 +188,20 @@ def _constrain(
     rows = logits.index_select(0, index).masked_fill(~allowed, -math.inf)
     numbers = list(constraints)
     return logits.index_copy(0, index, rows), {numbers[row]: error for row, error in errors.items()}
+
+
+def _keep_going(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequence[int]) -> torch.Tensor:
+    """Rule out what would end a row before its `min_tokens`, unless nothing else is left."""
+    early = [i for i, state in enumerate(states) if indices[i] < state.sampling.min_tokens and state.ends]
+    if not early:
+        return logits
+    index = torch.tensor(early, device=logits.device)
+    rows = logits.index_select(0, index)
+    longer = rows.clone()
+    for row, i in enumerate(early):
+        longer[row, states[i].ends] = -math.inf
+    possible = (longer > -math.inf).any(-1, keepdim=True)
+    return logits.index_copy(0, index, torch.where(possible, longer, rows))
 
 
 def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:

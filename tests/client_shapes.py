@@ -100,6 +100,7 @@ def with_media(picture: bytes, clip: bytes, sound: bytes) -> dict[str, dict[str,
         "aiperf usage of every chunk": aiperf_chat(
             WORDS, stream_options={"include_usage": True, "continuous_usage_stats": True}
         ),
+        "aiperf lengths": aiperf_chat(WORDS, ignore_eos=None, min_tokens=8),
         "aiperf legacy": aiperf_chat(
             WORDS, max_completion_tokens=None, max_tokens=8, temperature=0.0, seed=1
         ),

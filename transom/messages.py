@@ -13,7 +13,10 @@ import msgspec
 
 from transom.errors import ErrorInfo, ProtocolError
 
-PROTOCOL_VERSION = 1
+# Raise it whenever a process of the version before would go wrong with what this one sends: it skips fields
+# that it doesn't know, so a new one is compatible only if doing without it is right (a figure, a hint). A
+# field that changes what is computed, a new message, a changed meaning are not. 2: grammars and min_tokens.
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 32 * 1024 * 1024
 MAX_FRAMES = 4096
 
@@ -48,6 +51,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     max_tokens: int
+    min_tokens: int = 0  # before so many nothing ends the answer, unless its grammar leaves nothing else
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off

@@ -129,6 +129,8 @@ CASES: list[tuple[Any, str | None, str]] = [
     (body(top_p=-0.1), "top_p", "at least 0"),
     (body(max_tokens=0), "max_tokens", "at least 1"),
     (body(max_tokens=4, max_completion_tokens=5), "max_tokens", "contradicts"),
+    (body(max_tokens=4, min_tokens=5), "min_tokens", "5 is more than max_tokens (4)"),
+    (body(min_tokens=-1), "min_tokens", "at least 0"),
     (body(stop=["a"] * 17), "stop", "at most 16"),
     (body(stop=[""]), "stop[0]", "expected a string of 1"),
     (body(stop=7), "stop", "expected a string or an array"),
@@ -264,6 +266,16 @@ def test_harmless_and_unknown_fields_are_ignored() -> None:
     )  # fmt: skip
     assert request.generation.sampling.top_k == 0
     assert request.generation.sampling.max_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "least", "most"),
+    [({}, 0, 64), ({"min_tokens": 9}, 9, 64), ({"min_tokens": 900}, 900, 900), ({"min_tokens": None}, 0, 64)],
+)
+def test_min_tokens_raise_the_default_limit(fields: dict[str, Any], least: int, most: int) -> None:
+    limits = Limits(vocab_size=100, default_max_tokens=64)
+    sampling = parse_chat(orjson.dumps(body(**fields)), limits).generation.sampling
+    assert (sampling.min_tokens, sampling.max_tokens) == (least, most)
 
 
 def test_a_seed_repeats_and_none_is_random() -> None:

@@ -237,3 +237,16 @@ def test_an_answer_does_not_depend_on_how_tokens_come(
     assert output.reasoning_tokens == reference.reasoning_tokens > 0
     if not stop:
         assert output.completion_tokens == len(ids) + 1
+
+
+@pytest.mark.parametrize("least", [0, 1, 4, 9, 10, 40])
+def test_stop_strings_are_not_looked_for_before_min_tokens(model: Model, least: int) -> None:
+    ids = model.tokenizer.encode("one END two END three END four")
+    total, output = run_output(model, ids, [3, 1, 2], stop=("END",), min_tokens=least)
+    text = model.tokenizer.decode(ids)
+    # The text of the first tokens passes; from the last of them on it counts.
+    passed = model.tokenizer.decode(ids[: max(least - 1, 0)])
+    at = text.find("END", len(passed))
+    assert total.content == (text if at < 0 else text[:at])
+    assert output.by_gateway == (at >= 0)
+    assert output.completion_tokens >= min(least, len(ids))

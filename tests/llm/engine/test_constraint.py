@@ -285,6 +285,27 @@ def test_max_tokens_cuts_the_answer_and_the_end_comes_despite_ignore_eos(
     assert text_of(harness.tokens["whole"]) == b"ab"
 
 
+def test_min_tokens_lengthen_an_answer_as_far_as_its_grammar_goes(
+    model: Any, make_harness: Callable[..., Any]
+) -> None:
+    """A model that wants to stop at once: after two numbers by the grammar, after so many without one."""
+    harness = make_harness(model)
+    ends = {EOS: 100.0}
+    submit(harness, "short", PROMPTS[2], constraint(), logit_bias=ends)
+    submit(harness, "long", PROMPTS[2], constraint(), logit_bias=ends, min_tokens=12)
+    one_word = constraint('%llguidance {"no_forcing": true}\nstart: "ab"')
+    submit(harness, "word", PROMPTS[2], one_word, logit_bias=ends, min_tokens=12)
+    submit(harness, "free", PROMPTS[2], None, logit_bias=ends, min_tokens=12)
+    submit(harness, "none", PROMPTS[2], None, logit_bias=ends)
+    harness.run()
+    assert text_of(harness.tokens["word"]) == b"ab"
+    assert harness.finished["word"] == harness.finished["free"] == harness.finished["none"] == "stop"
+    shown = {name: sum(token != EOS for token in tokens) for name, tokens in harness.tokens.items()}
+    assert (shown["free"], shown["none"]) == (12, 0)
+    check = LLMatcher(VOCABULARY, LLMatcher.grammar_from_lark(LIST), log_level=0)
+    assert check.consume_tokens(harness.tokens["long"])
+
+
 def test_a_grammar_that_grows_too_dear_fails_its_own_request(
     model: Any, make_harness: Callable[..., Any]
 ) -> None:

@@ -161,6 +161,8 @@ def test_only_the_row_that_is_not_finite_fails(bad: float) -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 6}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
     ],
@@ -175,3 +177,48 @@ def test_the_smallest_temperatures_do_not_overflow() -> None:
     logits = torch.tensor([[100.0 - i for i in range(VOCAB)]])
     for temperature in (1e-30, 1e-5, 1e-4, 1e-3):
         assert sample(logits, [state(temperature=temperature)], [0])[0].token == 0
+
+
+@given(
+    row=rows_of_logits,
+    eos=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+    stops=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    index=st.integers(0, 4),
+    temperature=st.sampled_from([0.0, 1.0, 2.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_nothing_ends_an_answer_before_min_tokens(
+    row: list[float],
+    eos: list[int],
+    stops: tuple[int, ...],
+    ignore_eos: bool,
+    index: int,
+    temperature: float,
+) -> None:
+    """The tokens that would end it are as if they weren't there, in this row and up to this index only."""
+    fields: dict[str, Any] = {
+        "temperature": temperature, "stop_token_ids": stops, "ignore_eos": ignore_eos, "seed": 7,
+        "top_logprobs": 2,
+    }  # fmt: skip
+    held = SamplerState(make(min_tokens=3, **fields), VOCAB, CPU, eos_ids=eos)
+    free = SamplerState(make(**fields), VOCAB, CPU, eos_ids=eos)
+    ends = {*(() if ignore_eos else eos), *stops}
+    logits = torch.tensor([row, row, row])
+    before, early, after = sample(logits, [free, held, free], [index] * 3)
+    assert before == after == sample(logits[:1], [free], [index])[0]
+    if index >= 3:
+        assert early == before
+        return
+    biased = SamplerState(make(logit_bias=dict.fromkeys(ends, -1000.0), **fields), VOCAB, CPU)
+    assert early.token not in ends
+    assert early.token == sample(logits[:1], [biased], [index])[0].token
+    assert early.logprob is not None
+    assert before.logprob is not None
+    assert early.logprob.top == before.logprob.top, "log-probabilities are the model's own"
+
+
+def test_where_only_an_end_is_left_it_ends() -> None:
+    only = {token: -1000.0 for token in range(VOCAB) if token != 4}
+    held = SamplerState(make(min_tokens=3, logit_bias=only), VOCAB, CPU, eos_ids=range(VOCAB))
+    assert sample(torch.zeros(1, VOCAB), [held], [0])[0].token == 4
