@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket
 import zlib
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from transom.encoder.known_urls import Validator
 from transom.encoder.local_files import LocalFiles, is_file_url
 from transom.encoder.resolver import JudgingResolver, RefusedAddressError, is_public
 from transom.errors import MediaError
+
+logger = logging.getLogger(__name__)
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK_BYTES = 256 * 1024
@@ -229,7 +232,12 @@ class Fetcher:
             except aiohttp.ClientError as error:
                 refused = _cause(error, RefusedAddressError)
                 if refused is not None:
-                    raise MediaError(f"URL host is not a public address: {refused}") from None
+                    logger.info("a URL is refused: %s", refused)
+                if isinstance(error, aiohttp.ClientConnectorDNSError) and not self.limits.allow_private:
+                    # One answer for both: else a client could ask which names there are inside.
+                    raise MediaError(
+                        f"URL host {error.host[:255]!r} is not known or has no public address"
+                    ) from None
                 raise MediaError(f"download of the URL failed: {_reason(error)}") from None
             except (OSError, ValueError):
                 raise MediaError("download of the URL failed: no connection to its server") from None

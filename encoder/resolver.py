@@ -56,7 +56,7 @@ def is_public(text: str) -> bool:
 
 
 class RefusedAddressError(OSError):
-    """The name stands for an address that must not be reached."""
+    """The name stands for an address that must not be reached. Of the log: no client learns the address."""
 
 
 class DnsServers:

@@ -39,25 +39,19 @@ def test_what_was_judged_is_what_is_connected_to(results: dict[str, Any]) -> Non
     """The name is asked for once; a second answer, the secret address, would come with a second question."""
     assert results["first"] == "public"
     assert results["asked_at_first"] == 1
-    assert results["again"] == "URL host is not a public address: rebind.test stands for 127.0.0.1"
+    assert results["again"] == "URL host 'rebind.test' is not known or has no public address"
 
 
 @pytest.mark.parametrize(
-    ("name", "address"),
+    "name",
     [
-        ("mixed.test", "127.0.0.1"),
-        ("inner.test", "127.0.0.1"),
-        ("alias.test", "127.0.0.1"),
-        ("mapped.test", "::ffff:127.0.0.1"),
-        ("six.test", "::1"),
-        ("metadata.google.internal", "169.254.169.254"),
-        ("METADATA.google.internal.", "169.254.169.254"),
+        "mixed.test", "inner.test", "alias.test", "mapped.test", "six.test", "metadata.google.internal",
+        "METADATA.google.internal.", "unknown.test",
     ],
-)
-def test_names_of_private_addresses(results: dict[str, Any], name: str, address: str) -> None:
-    said = results[name]
-    assert said.startswith("URL host is not a public address: ")
-    assert said.endswith(f" stands for {address}")
+)  # fmt: skip
+def test_names_of_private_addresses_and_unknown_ones_sound_alike(results: dict[str, Any], name: str) -> None:
+    said = results[name].lower()
+    assert said == f"url host '{name.lower()}' is not known or has no public address"
 
 
 @pytest.mark.parametrize(
@@ -67,10 +61,10 @@ def test_names_of_private_addresses(results: dict[str, Any], name: str, address:
         ("number", "'2130706433' is an unusual spelling of an address"),
         ("short", "'127.1' is an unusual spelling of an address"),
         ("six", "'::1' is not a public address"),
-        ("localhost", "download of the URL failed"),  # DNS knows no such name; a system's resolver does
-        ("dot", "download of the URL failed"),
-        ("name", "inner.test stands for 127.0.0.1"),
-        ("self", "hop.test stands for 127.0.0.1"),
+        ("localhost", "'localhost' is not known or has no public address"),
+        ("dot", "is not known or has no public address"),
+        ("name", "'inner.test' is not known or has no public address"),
+        ("self", "'hop.test' is not known or has no public address"),
         ("file", "scheme 'file' is not allowed"),
         ("port", "port 8080 is not allowed"),
         ("round", "redirects more than 5 times"),
@@ -92,7 +86,6 @@ def test_a_hop_off_the_domain_list_is_not_even_resolved(results: dict[str, Any])
 
 
 def test_a_name_without_an_answer(results: dict[str, Any]) -> None:
-    assert "the name of its host is not known" in results["unknown.test"]
     assert results["silent"] == "download of the URL took over 0.3 s, the limit"
 
 
