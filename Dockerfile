@@ -4,7 +4,7 @@
 FROM debian:bookworm-slim AS build
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates \
+    && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates g++ \
     && rm -rf /var/lib/apt/lists/*
 
 # Torch first and alone: the largest layer, and the one that changes least.
@@ -14,17 +14,19 @@ RUN python3 -m venv /opt/transom \
 
 WORKDIR /src
 COPY . .
-# A normal install: what runs is what a wheel holds.
-RUN /opt/transom/bin/pip install --no-cache-dir . "$TORCH"
+# A normal install: what runs is what a wheel holds. The CPU kernels are compiled here for kinds of CPUs: the
+# image runs elsewhere, without a compiler and with nothing but /tmp and its volumes to write to.
+RUN /opt/transom/bin/pip install --no-cache-dir . "$TORCH" \
+    && cd / && /opt/transom/bin/python -m transom.kernels.native_build --prebuild
 
 FROM debian:bookworm-slim
 
-# g++ compiles the CPU kernels for the machine that the container runs on.
+# A volume gets the owner of the folder that it is laid over.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 ca-certificates g++ \
+    && apt-get install -y --no-install-recommends python3 ca-certificates libstdc++6 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --create-home --home-dir /home/transom transom \
-    && install -d -o transom -g transom /fleet
+    && install -d -o transom -g transom /fleet /home/transom/.cache
 
 COPY --from=build /opt/transom /opt/transom
 ENV PATH=/opt/transom/bin:$PATH PYTHONUNBUFFERED=1

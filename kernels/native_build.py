@@ -1,11 +1,13 @@
 """Compiles kernels/native for this machine, once, and keeps the library in the user's cache.
 
 Runs at the start of llm processes, several at a time perhaps, and as `python -m transom.kernels.native_build`
-at the end of an install. Knows no tensors; whoever gets no library from here computes with torch.
+at the end of an install; with `--prebuild` for kinds of CPUs, into the package of an image without compiler.
+Knows no tensors; whoever gets no library from here computes with torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -16,16 +18,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "native"
+PREBUILT = SOURCES / "prebuilt"  # as trusted as the code beside it
 COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
     "-pthread",
 )  # fmt: skip
+_AVX2 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
+# Kinds of CPUs by the compiler's name, the best first, and what Linux calls their instructions.
+_KINDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "x86-64-v4": (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+        "x86-64-v3": _AVX2,
+    },
+    "aarch64": {"armv8-a": ("asimd",)},
+}
 _KEPT_LIBRARIES = 8  # of earlier versions and other machines that share the folder
 _POLL_S = 0.05
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).transom_self_test())"
@@ -43,7 +55,8 @@ def default_cache() -> Path:
 class Build:
     """The library for this machine, compiled in the background unless it is in the cache already.
 
-    Safe under concurrent starts of many processes: one compiles, the others wait for its lock.
+    Safe under concurrent starts of many processes: one compiles, the others wait for its lock. Where nothing
+    can be compiled, a prebuilt library for this kind of CPU does, if the package holds one.
     """
 
     def __init__(self, cache: Path | None = None) -> None:
@@ -69,6 +82,8 @@ class Build:
             self._result = _library(self._cache)
         except (OSError, subprocess.SubprocessError, NoLibraryError) as error:
             self._result = str(error)
+            with suppress(OSError):
+                self._result = _prebuilt() or str(error)
 
 
 def _library(cache: Path) -> Path:
@@ -78,7 +93,7 @@ def _library(cache: Path) -> Path:
     if not path.exists():
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
-                _compile(compiler, path)
+                _compile(compiler, path, _flags())
                 _prune(folder)
     return path
 
@@ -94,19 +109,57 @@ def find_compiler() -> str:
 
 def key(compiler: str) -> str:
     """Return a digest of everything that the compiled code depends on: sources, flags, compiler and CPU."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".h", ".cpp"):
-            digest.update(f"{source.name}\0{source.stat().st_size}\0".encode())
-            digest.update(source.read_bytes())
+    digest = _sources()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=20).stdout
     digest.update("\0".join((compiler, *_flags(), platform.machine(), _cpu())).encode() + b"\0" + version)
     return digest.hexdigest()[:24]
 
 
+def _sources() -> hashlib._Hash:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            digest.update(f"{source.name}\0{source.stat().st_size}\0".encode())
+            digest.update(source.read_bytes())
+    return digest
+
+
 def _flags() -> tuple[str, ...]:
     arm = platform.machine() in ("aarch64", "arm64")
     return (*_FLAGS, "-mcpu=native" if arm else "-march=native")
+
+
+def _prebuilt_path(kind: str) -> Path:
+    digest = _sources()
+    digest.update("\0".join(_FLAGS).encode())
+    return PREBUILT / f"transom-{kind}-{digest.hexdigest()[:24]}.so"
+
+
+def _prebuilt() -> Path | None:
+    """Return the best prebuilt library of these sources that works on this CPU."""
+    instructions = {word for line in _cpu().splitlines() for word in line.partition(":")[2].split()}
+    for kind, needed in _KINDS.get(platform.machine(), {}).items():
+        path = _prebuilt_path(kind)
+        if instructions.issuperset(needed) and path.exists() and _fails(path) == 0:
+            return path
+    return None
+
+
+def prebuild() -> list[Path]:
+    """Compile a library for each kind of CPU of this architecture; raise NoLibraryError if one fails."""
+    compiler = find_compiler()
+    kinds = _KINDS.get(platform.machine())
+    if kinds is None:
+        raise NoLibraryError(f"no kinds of {platform.machine()} CPUs are known")
+    PREBUILT.mkdir(exist_ok=True)
+    made = []
+    for kind in kinds:
+        path = _prebuilt_path(kind)
+        # This CPU may be of a lesser kind: whoever starts with the library tests it.
+        _compile(compiler, path, (*_FLAGS, f"-march={kind}"), test=False)
+        path.chmod(0o644)
+        made.append(path)
+    return made
 
 
 def _cpu() -> str:
@@ -144,21 +197,27 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, path: Path, flags: Sequence[str], *, test: bool = True) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        command = [compiler, *_flags(), str(SOURCES / "native.cpp"), "-o", name]
+        command = [compiler, *flags, str(SOURCES / "native.cpp"), "-o", name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
             raise NoLibraryError(f"{compiler} failed: {lines[0]}")
-        test = subprocess.run([sys.executable, "-c", _SELF_TEST, name], capture_output=True, check=False)
-        if test.returncode:
-            raise NoLibraryError(f"the compiled kernels fail their self-test (code {test.returncode})")
+        code = _fails(Path(name)) if test else 0
+        if code:
+            raise NoLibraryError(f"the compiled kernels fail their self-test (code {code})")
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _fails(library: Path) -> int:
+    """Return 0 if a library computes on this CPU; in a process of its own, which it may end."""
+    command = [sys.executable, "-c", _SELF_TEST, str(library)]
+    return subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def _prune(folder: Path) -> None:
@@ -168,14 +227,21 @@ def _prune(folder: Path) -> None:
         old.with_suffix(".lock").unlink(missing_ok=True)
 
 
-def main() -> None:
-    """Compile now, so that the first start needn't; say what became of it."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile now, so that the first start needn't; say what became of it. Only `--prebuild` can fail."""
+    parser = argparse.ArgumentParser(prog="python -m transom.kernels.native_build")
+    parser.add_argument(
+        "--prebuild", action="store_true", help="for the kinds of CPUs of this architecture, into the package"
+    )
+    wanted = parser.parse_args(arguments).prebuild
     try:
-        told = f"CPU kernels: {Build().wait(300)}"
-    except NoLibraryError as error:
-        told = f"CPU kernels: none, torch computes: {error}"
-    sys.stdout.write(f"{told}\n")
+        made = prebuild() if wanted else [Build().wait(300)]
+    except (NoLibraryError, OSError) as error:
+        sys.stdout.write(f"CPU kernels: none, torch computes: {error}\n")
+        return int(wanted)
+    sys.stdout.write("".join(f"CPU kernels: {path}\n" for path in made))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,7 @@ from transom.cli import build_parser
 from transom.commands.stages import STAGES
 from transom.config import config_from_args
 from transom.curve import is_loopback
+from transom.kernels import native_build
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAGE_SERVICES = {
@@ -140,3 +141,32 @@ def test_the_image_runs_without_rights_and_its_commands_parse() -> None:
     torch = re.search(r"^TORCH \?= (\S+)$", makefile, flags=re.MULTILINE)
     assert torch is not None
     assert f'ARG TORCH="{torch.group(1)}"' in text
+
+
+def _stages_of_the_image() -> list[str]:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    return re.split(r"^FROM ", re.sub(r"\\\n\s*", " ", text), flags=re.MULTILINE)[1:]
+
+
+def test_cpu_kernels_are_compiled_into_the_image() -> None:
+    """Containers have a read-only root: what a start would compile must be there, and no compiler is."""
+    build, final = _stages_of_the_image()
+    (install,) = (line for line in build.splitlines() if "pip install" in line and "." in line.split())
+    before, command = re.split(r" && cd / && /opt/transom/bin/python -m ", install)
+    assert "pip install" in before
+    assert command.split() == [native_build.__name__, "--prebuild"]
+    assert any(name in build.split() for name in native_build.COMPILERS)
+    assert not any(name in final.split() for name in native_build.COMPILERS)
+    assert "COPY --from=build /opt/transom /opt/transom" in final
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert str(native_build.PREBUILT.relative_to(ROOT)) in ignored
+
+
+@pytest.mark.parametrize("name", [*ALL_STAGES, "keys"])
+def test_the_user_of_the_image_can_write_to_every_volume(name: str) -> None:
+    """A named volume takes over the owner of the image's folder; where there is none it belongs to root."""
+    final = _stages_of_the_image()[1]
+    made = re.search(r"install -d -o transom -g transom ([^&\n]*)", final)
+    assert made is not None
+    for volume in SERVICES[name]["volumes"]:
+        assert volume.split(":")[1] in made.group(1).split()

@@ -13,6 +13,8 @@ import pytest
 from transom.kernels import native_build
 from transom.kernels.native_build import Build, NoLibraryError
 
+NEEDED = "flags\t: fpu avx avx2 bmi1 bmi2 f16c fma abm movbe"
+
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_library: Path) -> Path:
@@ -130,3 +132,69 @@ def test_old_libraries_are_dropped(tmp_path: Path, compiler: Path) -> None:
     kept = {file.name for file in cache.glob("*.so")}
     assert path.name in kept
     assert kept - {path.name} == {f"transom-{i:024d}.so" for i in range(5, 12)}
+
+
+@pytest.fixture
+def prebuilt(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Libraries for kinds of x86 CPUs, and a machine of the better kind that has lost its compiler."""
+    folder = tmp_path / "prebuilt"
+    monkeypatch.setattr(native_build, "PREBUILT", folder)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(native_build, "_cpu", lambda: f"{NEEDED} avx512f avx512bw avx512cd avx512dq avx512vl")
+    (tmp_path / "body").write_text(f'echo "$@" >> "{tmp_path}/arguments"\n')
+    assert native_build.main(["--prebuild"]) == 0
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return folder
+
+
+def kind_of(path: Path) -> str:
+    return path.name.removeprefix("transom-").rpartition("-")[0]
+
+
+def test_without_a_compiler_the_best_prebuilt_library_is_taken(
+    tmp_path: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (tmp_path / "arguments").read_text()
+    assert "-march=x86-64-v4" in asked
+    assert "-march=x86-64-v3" in asked
+    assert "native " not in asked
+    found = Build(tmp_path / "cache").wait(60)
+    assert (found.parent, kind_of(found)) == (prebuilt, "x86-64-v4")
+    monkeypatch.setattr(native_build, "_cpu", lambda: NEEDED)
+    assert kind_of(Build(tmp_path / "cache").wait(60)) == "x86-64-v3"
+    monkeypatch.setattr(native_build, "_cpu", lambda: "flags\t: fpu sse2")
+    with pytest.raises(NoLibraryError, match=r"no C\+\+ compiler"):
+        Build(tmp_path / "cache").wait(60)
+
+
+def test_a_prebuilt_library_that_does_not_work_here_is_passed_over(tmp_path: Path, prebuilt: Path) -> None:
+    (best,) = prebuilt.glob("transom-x86-64-v4-*.so")
+    best.write_bytes(b"garbage")
+    assert kind_of(Build(tmp_path / "cache").wait(60)) == "x86-64-v3"
+
+
+def test_prebuilt_libraries_of_other_sources_are_not_taken(
+    tmp_path: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "native"
+    shutil.copytree(native_build.SOURCES, sources, ignore=shutil.ignore_patterns("prebuilt"))
+    (sources / "vec.h").write_text((sources / "vec.h").read_text() + "// changed\n")
+    monkeypatch.setattr(native_build, "SOURCES", sources)
+    with pytest.raises(NoLibraryError, match=r"no C\+\+ compiler"):
+        Build(tmp_path / "cache").wait(60)
+
+
+def test_a_compiler_that_is_there_is_used_first(
+    tmp_path: Path, prebuilt: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    assert Build(tmp_path / "cache").wait(60).parent == tmp_path / "cache"
+
+
+def test_prebuilding_that_fails_fails_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native_build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native_build.main(["--prebuild"]) == 1
+    assert "no C++ compiler" in capsys.readouterr().out
