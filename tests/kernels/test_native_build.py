@@ -16,6 +16,12 @@ from transom.kernels.native_build import Build, NoLibraryError
 NEEDED = "flags\t: fpu avx avx2 bmi1 bmi2 f16c fma abm movbe"
 
 
+@pytest.fixture(autouse=True)
+def no_prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this checkout holds: a package without libraries, as a plain install is."""
+    monkeypatch.setattr(native_build, "PREBUILT", tmp_path / "none")
+
+
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_library: Path) -> Path:
     """A compiler that hands out the real library and logs its calls; the shell code in `body` runs before."""
