@@ -20,7 +20,9 @@ class GatewayConfig(StageConfig):
         False, "also take encoders that announce themselves (`transom encoder --announce-to`)"
     )
     prefill: tuple[str, ...] = setting((), "inbox address of a prefill worker", metavar="ADDR")
-    decode: tuple[str, ...] = setting((), "inbox address of a decode worker", metavar="ADDR")
+    decode: tuple[str, ...] = setting(
+        (), "inbox address of a decode worker; none: prefill workers decode too", metavar="ADDR"
+    )
     served_model_name: tuple[str, ...] = setting(
         (), "name under which clients ask for the model; the first one is the main name", metavar="NAME"
     )

@@ -165,15 +165,18 @@ class Dispatcher:
     ) -> LiveRequest:
         """Choose the workers of one choice, count its load and enter it into the table."""
         prompt_tokens = plan.prompt.text_tokens + media_tokens
-        decode = self._fleet.choose("decode")
+        output_tokens = prompt_tokens + plan.sampling.max_tokens
+        decode = None
+        if self._fleet.disaggregated:
+            decode = Work(self._fleet.choose("decode"), "decode", output_tokens)
         encoders: dict[int, Work] = {}
         for number, one in enumerate(attachments):
             address = self._fleet.choose_encoder(one.routing_key)
             encoders[number] = Work(address, "encoder", media_cost(one))
         live = LiveRequest(
             request_id=request_id,
-            prefill=Work(prefill, "prefill", prompt_tokens),
-            decode=Work(decode, "decode", prompt_tokens + plan.sampling.max_tokens),
+            prefill=Work(prefill, "prefill", prompt_tokens if decode else output_tokens),
+            decode=decode,
             encoders=encoders,
             wake=exchange.wake,
             release=self._fleet.release,
@@ -204,7 +207,7 @@ class Dispatcher:
                 sampling=plan.sampling,
                 deadline_s=deadline_s,
                 gateway=self._inbox,
-                decode=live.decode.address,
+                decode=live.decode.address if live.decode else "",
                 cache_salt=cache_salt,
                 priority=priority,
                 grammar=plan.grammar,

@@ -104,6 +104,11 @@ class Fleet:
         """Return the workers that can take work now."""
         return [worker for worker in self.workers(stage) if worker.ready]
 
+    @property
+    def disaggregated(self) -> bool:
+        """Whether decode workers take over from prefill; without any, prefill workers decode too."""
+        return bool(self.workers("decode"))
+
     def missing(self) -> list[StageName]:
         """Return the needed stages that have no ready worker."""
         return [stage for stage in self._needed if not self.ready(stage)]

@@ -38,7 +38,7 @@ class LiveRequest:
 
     request_id: str
     prefill: Work
-    decode: Work
+    decode: Work | None  # None: the prefill worker decodes too
     encoders: dict[int, Work]
     wake: Callable[[], None]
     release: Callable[[str, int], None]
@@ -57,7 +57,12 @@ class LiveRequest:
 
     def works(self) -> list[Work]:
         """Return all parts, in the order of the pipeline."""
-        return [*self.encoders.values(), self.prefill, self.decode]
+        return [*self.encoders.values(), self.prefill, *([self.decode] if self.decode else [])]
+
+    @property
+    def decoder(self) -> Work:
+        """The part that puts out all tokens but the first."""
+        return self.decode or self.prefill
 
     def on_chunk(self, chunk: TokenChunk) -> None:
         """Take output tokens; chunks may overtake each other, since two workers send them."""
@@ -89,7 +94,7 @@ class LiveRequest:
         if self._next_index > 0:  # prefill has had all embeddings
             for work in self.encoders.values():
                 self._let_go(work)
-        if self._next_index > 1:  # decode has had the KV
+        if self._next_index > 1 and self.decode is not None:  # decode has had the KV
             self._let_go(self.prefill)
         self.wake()
 

@@ -88,7 +88,7 @@ class GatewayStage(Stage):
             on_lost=self._table.lost,
             ping_interval_s=config.ping_interval_s,
             worker_timeout_s=config.worker_timeout_s,
-            needed=STAGES if model.info.pads else ("prefill", "decode"),
+            needed=needed_stages(config, media=bool(model.info.pads)),
         )
         dispatcher = Dispatcher(fleet, self._table, transport.address)
         traces = TraceBook(config.kept_traces, fleet.name)
@@ -200,6 +200,14 @@ class GatewayStage(Stage):
             return response
 
         return handler
+
+
+def needed_stages(config: GatewayConfig, *, media: bool) -> list[StageName]:
+    """Return the stages without which nothing can be served."""
+    spared: set[StageName] = set() if media else {"encoder"}
+    if not config.decode:  # prefill workers decode too
+        spared.add("decode")
+    return [stage for stage in STAGES if stage not in spared]
 
 
 def raise_open_files() -> None:

@@ -74,7 +74,7 @@ class Timeline:
             pairs[f"{name}_ms"] = round(value, 1)
         if exchange.choices:
             live = exchange.choices[0]
-            pairs["prefill"], pairs["decode"] = live.prefill.address, live.decode.address
+            pairs["prefill"], pairs["decode"] = live.prefill.address, live.decoder.address
             for name, value in live.timings_ms.items():
                 pairs[f"llm.{name}_ms"] = round(value, 1)
             for item, done in live.encode_done.items():

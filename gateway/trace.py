@@ -143,7 +143,7 @@ def spans(
             found += item_spans(timeline, worker, item, live.encode_done.get(item), start_ms)
         found += _prefill_spans(timeline, live, start_ms, worker_name(live.prefill.address))
         if timeline.ttft_ms is not None and outputs[0].completion_tokens > 1:
-            found += _decode_spans(timeline, live, timeline.ttft_ms, worker_name(live.decode.address))
+            found += _decode_spans(timeline, live, timeline.ttft_ms, worker_name(live.decoder.address))
     return found
 
 

@@ -1,6 +1,7 @@
 """The prefill worker: takes prompts and embeddings, puts the first token out, hands the KV to decode.
 
-Event loop side; the computing is the engine's. Prompts grow as embeddings arrive, each independently.
+A job that names no decode worker is decoded here. Event loop side; the computing is the engine's. Prompts
+grow as embeddings arrive, each independently.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class _Job:
     waiting_tokens: int  # its share of the queue bound; 0 once prefilled
     held_bytes: int = 0  # embeddings parked here or held by the engine
     started: bool = False  # the engine knows it
-    prefilled: bool = False
+    prefilled: bool = False  # the engine has handed it over
+    first_ms: float = 0.0  # from its arrival to the first token
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +148,8 @@ class PrefillStage(LlmStage):
         try:
             prompt = PromptAssembler(job.parts, self._audio_pad)
             self._check_admissible(job, prompt.text_len)
-            self.transport.watch(job.decode)
+            if job.decode:
+                self.transport.watch(job.decode)
         except TransomError as error:
             self.report(job.gateway, request_id, error)
             self.aborted.add(request_id, time.time())  # its chunks are on their way still
@@ -176,7 +179,7 @@ class PrefillStage(LlmStage):
                     job.deadline_s,
                     arrived_s=arrived_s,
                     priority=job.priority,
-                    hands_off=True,
+                    hands_off=bool(job.decode),
                     cache_salt=job.cache_salt,
                     constraint=constraint,
                 )
@@ -261,7 +264,7 @@ class PrefillStage(LlmStage):
             self.engine.submit(
                 Extend(request_id, piece.token_ids, piece.offsets, rows, complete, piece.content_key)
             )
-        if pieces and own.prompt.complete and own.job.sampling.max_tokens > 1:
+        if pieces and own.prompt.complete and own.job.decode and own.job.sampling.max_tokens > 1:
             reserve = KVReserve(
                 request_id=request_id,
                 prompt_len=own.prompt.prompt_len,
@@ -291,6 +294,14 @@ class PrefillStage(LlmStage):
 
     def _put_out(self, own: _Job, event: TokenEvent) -> None:
         shown = event.emit and event.logprob is not None
+        if event.index == 0:
+            self._settle(own)
+            own.first_ms = sum(event.timings_ms.values())
+            timings = {f"prefill_{name}": value for name, value in event.timings_ms.items()}
+        elif event.timings_ms:
+            timings = {"decode_compute": round(sum(event.timings_ms.values()) - own.first_ms, 3)}
+        else:
+            timings = {}
         self.tell(
             own.job.gateway,
             TokenChunk(
@@ -299,8 +310,8 @@ class PrefillStage(LlmStage):
                 token_ids=[event.token_id] if event.emit else [],
                 finish_reason=event.finish_reason,
                 logprobs=[event.logprob] if shown and event.logprob is not None else None,
-                prompt=own.prompt.stats(event.cached_tokens),
-                timings_ms={f"prefill_{name}": value for name, value in event.timings_ms.items()},
+                prompt=own.prompt.stats(event.cached_tokens) if event.index == 0 else None,
+                timings_ms=timings,
             ),
         )
 
@@ -381,7 +392,7 @@ class PrefillStage(LlmStage):
         for request_id in [r for r, p in self._parked.items() if p.since_s < now_s - _PARK_S]:
             self._drop_parked(request_id)
         for request_id in [r for r, own in self._jobs.items() if own.job.deadline_s <= now_s]:
-            self._fail(request_id, DeadlineError("the deadline passed before the first tokens were out"))
+            self._fail(request_id, DeadlineError("the deadline passed before the answer was complete"))
 
     def peer_lost(self, address: str) -> None:
         for request_id, own in list(self._jobs.items()):

@@ -186,7 +186,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_job"):
     sampling: Sampling
     deadline_s: float  # unix time
     gateway: str  # inbox for TokenChunk and RequestFailed
-    decode: str  # inbox of the decode worker that continues
+    decode: str  # inbox of the decode worker that continues; "": the prefill worker itself does
     cache_salt: str = ""
     priority: int = 0
     grammar: Grammar | None = None

@@ -322,6 +322,19 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
         assert (request.error is not None) == (address in held)
 
 
+def test_a_prefill_worker_that_decodes_too_matters_to_the_end() -> None:
+    released: list[str] = []
+    request = live([], released)
+    request.decode = None
+    for index in range(3):
+        request.on_chunk(chunk(index))
+    assert "p" not in released
+    request.on_lost("p", "prefill", "killed")
+    with pytest.raises(StageLostError, match="prefill worker"):
+        request.take() and request.take()
+    assert "p" in released
+
+
 def test_a_full_send_queue_undoes_the_whole_request() -> None:
     wire = Wire()
     fleet = make_fleet(wire, Clock(), [])

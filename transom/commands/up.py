@@ -47,7 +47,7 @@ class UpConfig:
         0, "ranks of each encoder; 0: as the encoder's own setting says", ge=0, le=64, metavar="N"
     )
     prefills: int = setting(1, "prefill processes", ge=1, le=64, metavar="N")
-    decodes: int = setting(1, "decode processes", ge=1, le=64, metavar="N")
+    decodes: int = setting(1, "decode processes; 0: prefill processes decode too", ge=0, le=64, metavar="N")
     device: str = setting("", "torch device of all stages, if not each stage's own setting", metavar="DEVICE")
     log_level: str = setting(
         "", "log level of all stages", choices=("debug", "info", "warning", "error"), metavar="LEVEL"
@@ -74,6 +74,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
             "transom up",
             "transom up --port 9000 --encoders 2",
             "transom up --encoder-ranks 4",
+            "transom up --prefills 2 --decodes 0",
             "transom up --model ./MiMo-V2.5 --config fleet.toml",
         ),
     )
