@@ -59,6 +59,7 @@ class EncoderConfig(StageConfig):
     max_audio_s: float = setting(7200.0, "length of a sound", ge=0.1, le=864000)
     max_visual_tokens: int = setting(1_000_000, "language-model tokens of an image or video", ge=1, le=10**8)
 
+    fetch_workers: int = setting(1, "processes that download media", ge=1, le=16)
     fetch_concurrency: int = setting(64, "downloads at a time", ge=1, le=4096)
     fetch_connect_s: float = setting(5.0, "time to connect", ge=0.01, le=600)
     fetch_read_s: float = setting(15.0, "longest silence of a server", ge=0.01, le=600)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom.encoder.spans import ItemSpans
-from transom.errors import TransomError
+from transom.errors import ErrorInfo, TransomError, from_info
 from transom.messages import Modality
 
 Rows = NDArray[Any]  # (rows, hidden), float32 or raw bfloat16
@@ -62,7 +62,7 @@ class Encoding:
     chunks: list[Chunk | None] = field(default_factory=list)
     size_bytes: int = 0
     done: bool = False
-    error: TransomError | None = None
+    error: ErrorInfo | None = None
     notes: tuple[str, ...] = ()
     cache_hit: bool = False
     spans: ItemSpans = field(default_factory=ItemSpans)
@@ -116,7 +116,8 @@ class Encoding:
 
     def fail(self, error: TransomError) -> None:
         """End with an error, which every reader gets."""
-        self.error = error
+        # Not the exception itself: its traceback leads back here, and such a cycle would keep the chunks.
+        self.error = error.info()
         self.done = True
         self._signal()
 
@@ -128,7 +129,7 @@ class Encoding:
         self._forget()
         while reader.position >= len(self.chunks):
             if self.error is not None:
-                raise self.error
+                raise from_info(self.error)
             if self.done:
                 return None
             changed = self._changed

@@ -1,6 +1,6 @@
 """Downloads media for an encoder, guarded: what a client's URL may reach, how long and how much.
 
-Every hop of a redirect is judged anew, and the address connected to is the one that was judged.
+Fetch worker. Every hop of a redirect is judged anew, and the address connected to is the one that was judged.
 Knows nothing of media formats or requests.
 """
 
@@ -97,10 +97,15 @@ def domain_allowed(host: str, domains: Sequence[str]) -> bool:
     return False
 
 
-def check_url(url: str, limits: FetchLimits) -> SplitResult:
-    """Raise MediaError unless scheme, port, host and form of a URL are allowed; resolve nothing."""
+def check_length(url: str) -> None:
+    """Raise MediaError for a URL that is too long to be one."""
     if len(url) > _MAX_URL_CHARS:
         raise MediaError(f"URL of {len(url)} characters, limit {_MAX_URL_CHARS}")
+
+
+def check_url(url: str, limits: FetchLimits) -> SplitResult:
+    """Raise MediaError unless scheme, port, host and form of a URL are allowed; resolve nothing."""
+    check_length(url)
     if any(ord(char) <= 32 or ord(char) == 127 for char in url) or "\\" in url:
         raise MediaError("URL holds a space, a control character or a backslash")
     try:
@@ -141,6 +146,7 @@ class _Body:
     def __init__(self, encoding: str, max_bytes: int) -> None:
         self.data = bytearray()
         self._max_bytes = max_bytes
+        self._received = 0  # as they travel: packed bytes may inflate to nothing for ever
         self._inflate: Any = None
         encoding = encoding.strip().lower()
         if encoding in ("gzip", "x-gzip", "deflate"):
@@ -149,11 +155,16 @@ class _Body:
             raise MediaError(f"the URL's server sends Content-Encoding {encoding[:20]!r}, which is not read")
 
     def add(self, chunk: bytes) -> None:
+        self._received += len(chunk)
         if self._inflate is not None:
+            if self._received > self._max_bytes + _CHUNK_BYTES:
+                raise MediaError(f"media at the URL is larger than {self._max_bytes} bytes, the limit")
             try:
                 chunk = self._inflate.decompress(chunk, self._max_bytes - len(self.data) + 1)
             except zlib.error:
                 raise MediaError("the URL's content is badly compressed") from None
+            if self._inflate.unused_data:  # zlib would keep all of it
+                raise MediaError("the URL's compressed content goes on after its end")
         self.data += chunk
         if len(self.data) > self._max_bytes:
             raise MediaError(f"media at the URL is larger than {self._max_bytes} bytes, the limit")

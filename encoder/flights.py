@@ -107,6 +107,9 @@ class Flights:
         finally:
             if file is not None:
                 file.close()
-            current = self._running.get(encoding.key)
-            if current is not None and current[0] is encoding:
-                del self._running[encoding.key]
+            self._forget(encoding)
+
+    def _forget(self, encoding: Encoding) -> None:
+        current = self._running.get(encoding.key)
+        if current is not None and current[0] is encoding:
+            del self._running[encoding.key]

@@ -52,14 +52,17 @@ async def all_or_none(*work: Coroutine[Any, Any, None]) -> None:
     """Run side by side to the end; the first error ends the others and is raised."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
-            if task in done:
+            if task.done():
                 task.result()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # What is raised from here leads to this frame: it must not lead on to the tasks that raised it.
+        tasks.clear()
+        del task
 
 
 class CostGate:

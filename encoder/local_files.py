@@ -1,6 +1,6 @@
 """Media in files of the encoder's machine: only below folders that the operator names, only regular files.
 
-Encoder process. What counts is where the opened file really lies, links resolved; a client can't tell what
+Fetch worker. What counts is where the opened file really lies, links resolved; a client can't tell what
 lies outside of the folders. Knows nothing of media formats or requests.
 """
 

@@ -1,6 +1,6 @@
 """Names of media hosts to addresses, through the system or through DNS servers that the operator names.
 
-Encoder process. What is found is judged here, and the addresses given out are the ones that get connected to:
+Fetch worker. What is found is judged here, and the addresses given out are the ones that get connected to:
 nobody asks for a name twice. Knows nothing of URLs.
 """
 

@@ -11,42 +11,34 @@ import contextlib
 import logging
 import resource
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import orjson
 from aiohttp import web
 
+from transom.encoder.admission import Admission, Item
 from transom.encoder.announce import Announcer
 from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
 from transom.encoder.encoding import Encoding
 from transom.encoder.expand import Expander
-from transom.encoder.fetch import Fetched, Fetcher, FetchLimits
+from transom.encoder.fetch import FetchLimits
+from transom.encoder.fetch_pool import FetchPool
 from transom.encoder.flights import Flights
 from transom.encoder.kept import KeptEncodings
-from transom.encoder.known_urls import KnownContent, KnownUrls
-from transom.encoder.media import wire
+from transom.encoder.lookup import Lookup
 from transom.encoder.metrics import EncoderMetrics, RankCollector
 from transom.encoder.models.config import AudioConfig, ProcessorConfig
 from transom.encoder.pipeline import Pipeline
 from transom.encoder.ranks.pool import Ranks
 from transom.encoder.revision import model_revision
-from transom.encoder.spans import ItemSpans, Timeline
-from transom.errors import (
-    DeadlineError,
-    MediaError,
-    OverloadedError,
-    TransomError,
-    UnavailableError,
-)
+from transom.encoder.spans import Timeline
+from transom.errors import DeadlineError, TransomError, UnavailableError
 from transom.hub import resolve_model
 from transom.log import request_id_var
-from transom.media_key import bytes_digest, content_key_of
 from transom.messages import Abort, EmbeddingChunk, EncodeDone, EncodeJob, RequestFailed, TensorMeta
 from transom.metrics import Collector
 from transom.stage import Stage
@@ -54,11 +46,7 @@ from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _MB = 1024 * 1024
-_ABORTS_KEPT = 10_000
-_ABORT_MEMORY_S = 60.0
 _DESCRIPTORS = 65_536
 _SHUTDOWN = "the encoder is shutting down"
 
@@ -68,19 +56,6 @@ def _allow_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
-
-
-@dataclass(eq=False)
-class _Item:
-    """One EncodeJob in the process."""
-
-    job: EncodeJob
-    data: memoryview | None
-    received_s: float
-    charged_bytes: int
-    task: asyncio.Task[None] | None = None
-    spans: ItemSpans = field(default_factory=ItemSpans)
-    queue_ms: float = 0.0
 
 
 class EncoderStage(Stage):
@@ -97,6 +72,7 @@ class EncoderStage(Stage):
             "batches",
             "decode_jobs",
             "decoder_crashes",
+            "fetcher_crashes",
             "rank_restarts",
             "moved_pieces",
             "trials",
@@ -105,20 +81,16 @@ class EncoderStage(Stage):
 
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
-        self._items: dict[str, set[_Item]] = defaultdict(set)
-        self._count = 0
-        self._bytes = 0
-        self._aborted: OrderedDict[str, float] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
         self._kept = KeptEncodings()
-        self._known = KnownUrls()
         self._metrics = EncoderMetrics()
         self._timeline = Timeline()
+        self._admission = Admission(config, self._timeline)
         self._draining = False
         self._served = self._failed = self._hits = self._misses = 0
 
     async def start(self, transport: Transport) -> None:
-        """Start the decode workers and the ranks, side by side."""
+        """Start the fetch workers, the decode workers and the ranks, side by side."""
         config = self._config
         self._transport = transport
         _allow_descriptors()
@@ -127,19 +99,21 @@ class EncoderStage(Stage):
             timeout_s=config.decode_timeout_s,
             memory_mb=config.decode_memory_mb,
         )
-        self._fetcher = Fetcher(FetchLimits.of(config))
-        await self._fetcher.start()
+        self._fetches = FetchPool(FetchLimits.of(config), workers=config.fetch_workers)
         folder = Path(await asyncio.to_thread(resolve_model, config.model))
         self._ranks = Ranks(config, folder, self._metrics, self._timeline)
         expander, *_ = await asyncio.gather(
-            asyncio.to_thread(Expander.from_folder, folder), self._ranks.start(), self._pool.start()
+            asyncio.to_thread(Expander.from_folder, folder),
+            self._fetches.start(),
+            self._pool.start(),
+            self._ranks.start(),
         )
         self._dtype = self._ranks.dtype
-        self._revision = await asyncio.to_thread(
+        revision = await asyncio.to_thread(
             model_revision, folder, config.full_decode_pixels, config.reduced_jpeg
         )
         await self._kept.open(
-            f"{config.embedding_cache_scope}/{folder.name}/{self._revision}/{self._dtype}",
+            f"{config.embedding_cache_scope}/{folder.name}/{revision}/{self._dtype}",
             config.embedding_cache_mb * _MB,
             keep=config.embedding_cache_keep,
         )
@@ -154,6 +128,14 @@ class EncoderStage(Stage):
             self._metrics,
         )
         self._flights = Flights(self._kept, self._pipeline, self._dtype, self._timeline, self._spawn)
+        self._lookup = Lookup(
+            self._fetches,
+            self._flights,
+            self._admission,
+            self._metrics,
+            revision=revision,
+            dtype=self._dtype,
+        )
         self._announcer = Announcer(transport, config.announce_to)
         self._announcer.start()
         logger.info(
@@ -166,39 +148,23 @@ class EncoderStage(Stage):
         if isinstance(message, EncodeJob):
             self._admit(message, received.frames)
         elif isinstance(message, Abort):
-            self._abort(message.request_id)
+            self._admission.abort(message.request_id)
         else:
             logger.warning("%s is nothing for an encoder", type(message).__name__)
 
     def _admit(self, job: EncodeJob, frames: list[memoryview]) -> None:
-        data = frames[0] if frames else None
-        size = len(data) if data is not None else 0
-        config = self._config
-        if job.request_id in self._aborted:
+        if self._admission.is_aborted(job.request_id):
             return
         try:
             if self._draining:
                 raise UnavailableError(_SHUTDOWN, retry_after_s=1)
-            if self._count >= config.max_queued_items:
-                raise OverloadedError(
-                    f"encoder queue is full ({config.max_queued_items} items)", retry_after_s=1
-                )
-            if self._bytes + size > config.max_queued_mb * _MB and self._count:
-                raise OverloadedError(
-                    f"encoder queue is full ({config.max_queued_mb} MB of media)", retry_after_s=1
-                )
-            if size > config.max_media_mb * _MB:
-                raise MediaError(f"{job.modality} of {size} bytes, limit {int(config.max_media_mb * _MB)}")
+            item = self._admission.admit(job, frames[0] if frames else None)
         except TransomError as error:
             self._tell_failure(job, error)
             return
-        item = _Item(job, data, time.monotonic(), size, spans=ItemSpans(self._timeline))
-        self._items[job.request_id].add(item)
-        self._count += 1
-        self._bytes += size
         item.task = self._spawn(self._serve(item))
         # An abort may come before the task's first step; then nothing of it runs, not even its `finally`.
-        item.task.add_done_callback(lambda _: self._drop(item))
+        item.task.add_done_callback(lambda _: self._admission.drop(item))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -206,7 +172,7 @@ class EncoderStage(Stage):
         task.add_done_callback(self._background.discard)
         return task
 
-    async def _serve(self, item: _Item) -> None:
+    async def _serve(self, item: Item) -> None:
         """See one item through; every outcome but a cancellation is told to gateway and prefill."""
         job = item.job
         request_id_var.set(job.request_id)
@@ -224,20 +190,13 @@ class EncoderStage(Stage):
             logger.exception("encoding %s failed", job.param)
             self._fail(item, TransomError(f"the encoder failed on this item ({type(error).__name__})"))
         finally:
-            self._drop(item)
+            self._admission.drop(item)
 
-    def _drop(self, item: _Item) -> None:
-        items = self._items.get(item.job.request_id)
-        if items is not None and item in items:
-            items.discard(item)
-            self._count -= 1
-            self._bytes -= item.charged_bytes
-            if not items:
-                del self._items[item.job.request_id]
-
-    async def _encode(self, item: _Item) -> None:
+    async def _encode(self, item: Item) -> None:
         job = item.job
-        encoding, was_complete = await self._find(item)
+        item.queue_ms = round((time.monotonic() - item.received_s) * 1000, 3)
+        encoding = await self._lookup.find(item)
+        was_complete = encoding.complete
         reader = encoding.join()
         try:
             index = 0
@@ -261,64 +220,7 @@ class EncoderStage(Stage):
             self._flights.stop_if_abandoned(encoding)
         self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
-    async def _find(self, item: _Item) -> tuple[Encoding, bool]:
-        """Return the encoding of the item's content, and whether it was complete already."""
-        job = item.job
-        item.queue_ms = round((time.monotonic() - item.received_s) * 1000, 3)
-        data: bytearray | memoryview | None = item.data
-        item.data = None
-        fetched: Fetched | None = None
-        if data is None:
-            assert job.url is not None
-            known = self._known.get(job.url)
-            fetched = await self._fetch(item, job.url, known)
-            if fetched is None and known is not None:
-                found = await self._flights.look_up(self._key(job, known.digest), job)
-                if found is not None:
-                    return found, found.complete
-                # What it gave is no longer kept: only now the content is needed.
-                fetched = await self._fetch(item, job.url, None)
-            assert fetched is not None
-            data = fetched.data
-        file = await self._off_loop(len(data), wire.MemoryFile.of, data)
-        try:
-            if not file.size_bytes:
-                raise MediaError(f"{job.modality} is empty (0 bytes)")
-            digest = await self._off_loop(file.size_bytes, bytes_digest, file.view)
-            if job.url is not None and fetched is not None:
-                self._known.remember(job.url, digest, fetched.validator)
-            encoding = self._flights.encode(self._key(job, digest), job, file)
-            return encoding, encoding.complete
-        finally:
-            # A running encoding holds a descriptor of its own.
-            file.close()
-
-    async def _fetch(self, item: _Item, url: str, known: KnownContent | None) -> Fetched | None:
-        """Download the item; None when it is still what is known of its URL."""
-        started = time.monotonic()
-        outcome = "failed"
-        try:
-            fetched = await self._fetcher.fetch(url, known.validator if known else None)
-            outcome = "unchanged" if fetched is None else "downloaded"
-        finally:
-            self._metrics.fetches.labels(outcome).inc()
-            item.spans.add("fetch", started, time.monotonic())
-        if fetched is not None:
-            item.charged_bytes += len(fetched.data)
-            self._bytes += len(fetched.data)
-        return fetched
-
-    @staticmethod
-    async def _off_loop(size_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function whose work grows with a size: small ones here, large ones in a thread."""
-        if size_bytes < _MB:
-            return function(*args)
-        return await asyncio.to_thread(function, *args)
-
-    def _key(self, job: EncodeJob, digest: str) -> str:
-        return content_key_of(digest, job.modality, job.options, self._revision, self._dtype)
-
-    def _tell_done(self, item: _Item, encoding: Encoding, *, is_hit: bool) -> None:
+    def _tell_done(self, item: Item, encoding: Encoding, *, is_hit: bool) -> None:
         job = item.job
         self._hits += is_hit
         self._misses += not is_hit
@@ -343,12 +245,12 @@ class EncoderStage(Stage):
         self._metrics.served(job.modality, timings, is_hit=is_hit)
         self._transport.send(job.gateway, done)
 
-    def _fail(self, item: _Item, error: TransomError) -> None:
+    def _fail(self, item: Item, error: TransomError) -> None:
         """Tell the failure; the request's other items have no use any more."""
         self._failed += 1
         logger.info("item %d (%s) failed: %s", item.job.item_index, item.job.param, error.message)
         self._tell_failure(item.job, error)
-        self._cancel(item.job.request_id, lambda other: other is not item)
+        self._admission.cancel(item.job.request_id, but=item)
 
     def _tell_failure(self, job: EncodeJob, error: TransomError) -> None:
         self._metrics.failed(job.modality, error.status)
@@ -358,28 +260,9 @@ class EncoderStage(Stage):
             with contextlib.suppress(TransomError):
                 self._transport.send(address, message)
 
-    def _abort(self, request_id: str) -> None:
-        now = time.monotonic()
-        self._aborted[request_id] = now
-        self._aborted.move_to_end(request_id)
-        while self._aborted:
-            oldest, moment = next(iter(self._aborted.items()))
-            if len(self._aborted) <= _ABORTS_KEPT and now - moment < _ABORT_MEMORY_S:
-                break
-            del self._aborted[oldest]
-        self._cancel(request_id, lambda item: True)
-
-    def _cancel(self, request_id: str, which: Callable[[_Item], bool]) -> None:
-        for item in list(self._items.get(request_id, ())):
-            if which(item) and item.task is not None:
-                item.task.cancel()
-
     def peer_lost(self, address: str) -> None:
-        """Drop the items that nobody would be told of, or whose embeddings nobody would take."""
-        for items in list(self._items.values()):
-            for item in list(items):
-                if address in (item.job.gateway, item.job.reply_to) and item.task is not None:
-                    item.task.cancel()
+        """Drop the items that concern nobody else."""
+        self._admission.cancel_of(address)
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return what is counted beside the load."""
@@ -408,8 +291,8 @@ class EncoderStage(Stage):
     def load(self) -> dict[str, float]:
         """Return queue lengths, cache figures and counters."""
         load: dict[str, float] = self._kept.load() | {
-            "items": self._count,
-            "media_bytes": self._bytes,
+            "items": self._admission.count,
+            "media_bytes": self._admission.held_bytes,
             "served": self._served,
             "failed": self._failed,
             "cache_hits": self._hits,
@@ -421,6 +304,8 @@ class EncoderStage(Stage):
                 "decode_jobs": self._pool.jobs,
                 "decoders_busy": self._pool.busy(),
                 "decoder_crashes": self._pool.crashes,
+                "fetches_running": self._fetches.running,
+                "fetcher_crashes": self._fetches.crashes,
             }
         return load
 
@@ -444,6 +329,6 @@ class EncoderStage(Stage):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._kept.close()
-        for part in ("_ranks", "_pool", "_fetcher"):
+        for part in ("_ranks", "_pool", "_fetches"):
             if hasattr(self, part):
                 await getattr(self, part).close()

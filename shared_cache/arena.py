@@ -167,6 +167,8 @@ class Arena:
             self.closing = True
             ledger.reap(ledger.me)
             self.closed = True
+            # Not only in `unmap`: of two processes that close at once the later must find itself the last.
+            self.locks.unlock(FIRST_PROCESS_BYTE + ledger.me)
         del ledger  # its views of the mapping
         atexit.unregister(self._leave)
         self.unmap()

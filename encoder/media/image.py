@@ -6,6 +6,7 @@ Decode worker. The header decides before any raster is allocated. Knows nothing 
 from __future__ import annotations
 
 import io
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from transom.encoder.media.faults import PICTURE_ERRORS, picture_fault
 from transom.encoder.media.sniff import describe_unreadable_picture
 from transom.encoder.media.wire import ImageJob
 from transom.errors import MediaError
@@ -24,7 +26,7 @@ from transom.kernels.smart_resize import UnusableSizeError, smart_resize
 
 Pixels = NDArray[np.uint8]
 
-_OBJECT = re.compile(r"<[^<>]* at 0x[0-9a-f]+>")
+logger = logging.getLogger(__name__)
 
 
 def _heif() -> tuple[str, ...]:
@@ -86,11 +88,9 @@ def _as_media_error(job: ImageJob) -> Iterator[None]:
         raise MediaError(f"image of {size}, limit {job.max_image_pixels}") from None
     except MemoryError:
         raise MediaError("image needs more memory to decode than a decoder may use") from None
-    except (OSError, ValueError, SyntaxError, EOFError, OverflowError, IndexError, KeyError, TypeError,
-            AttributeError, ZeroDivisionError, RuntimeError, NotImplementedError) as error:  # fmt: skip
-        # Pillow's plugins raise nearly anything on broken files.
-        reason = _OBJECT.sub("the file", str(error)) or type(error).__name__
-        raise MediaError(f"image can't be decoded: {reason[:200]}") from None
+    except PICTURE_ERRORS as error:
+        logger.info("a picture can't be decoded: %r", error)
+        raise MediaError(f"image can't be decoded: {picture_fault(error)}") from None
 
 
 def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
@@ -105,9 +105,9 @@ def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
             try:
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
             except UnidentifiedImageError:
-                raise MediaError(
-                    f"image format is not supported: the bytes look like {describe_unreadable_picture(data)}"
-                ) from None
+                found = describe_unreadable_picture(data)
+                kind = "can't be decoded" if found.startswith("a damaged") else "format is not supported"
+                raise MediaError(f"image {kind}: the bytes look like {found}") from None
             return _decode(image, data, job)
 
 

@@ -5,7 +5,6 @@ Messages are small msgspec structs; media bytes and pixels travel as sealed memo
 
 from __future__ import annotations
 
-import array
 import fcntl
 import mmap
 import os
@@ -19,7 +18,7 @@ from transom.errors import MediaError
 
 # A plan of 3,600 frames takes 90 KB; the kernel's default buffers take no more than this.
 MAX_MESSAGE_BYTES = 160 * 1024
-_FD_BYTES = array.array("i").itemsize
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class ImageJob(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
@@ -194,9 +193,9 @@ def send(sock: socket.socket, message: Request | Reply, fd: int | None = None) -
     socket.send_fds(sock, [data], [] if fd is None else [fd])
 
 
-def receive_bytes(sock: socket.socket) -> tuple[bytes, int | None]:
+def receive_bytes(sock: socket.socket, flags: int = 0) -> tuple[bytes, int | None]:
     """Receive one message and its file; raise EOFError when the other side is gone."""
-    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC | flags)
     if not data:
         for fd in fds:
             os.close(fd)
@@ -241,6 +240,11 @@ class MemoryFile:
             os.close(self.fd)
             self.fd = -1
 
+    def __del__(self) -> None:
+        # Whoever was to close it may have been cancelled while a thread made it.
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
     def duplicate(self) -> MemoryFile:
         """Return another descriptor and the same view of this memory, closed on its own."""
         other = MemoryFile.__new__(MemoryFile)
@@ -260,6 +264,30 @@ class MemoryFile:
         file = cls(len(data))
         file.write(data)
         return file
+
+    @classmethod
+    def sealed(cls, data: bytes | bytearray | memoryview) -> MemoryFile:
+        """Return a file with these bytes, not mapped here, that nobody can change any more."""
+        file = cls.adopt(os.memfd_create("transom-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            file.write(data)
+            fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            file.close()
+            raise
+        file.size_bytes = len(data)
+        return file
+
+    def map_sealed(self, size_bytes: int) -> None:
+        """Map a received file of so many bytes; ValueError unless nobody can change it any more."""
+        seals = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
+        if os.fstat(self.fd).st_size != size_bytes or seals & _SEALS != _SEALS:
+            raise ValueError(f"{size_bytes} bytes of sealed memory were announced, others came")
+        self.size_bytes = size_bytes
+        if size_bytes:
+            # Private: older kernels map no sealed memory as shared. Nothing is ever copied: nobody writes.
+            memory = mmap.mmap(self.fd, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+            self.view = memoryview(memory)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Fill it from the start. Half as expensive as through the mapping, which faults in each page."""

@@ -127,7 +127,8 @@ def _run_track(link: _Link, job: wire.TrackJob, data: memoryview) -> tuple[str, 
 
 def _run(link: _Link, job: wire.Job, fd: int) -> tuple[str, ...]:
     size_bytes = os.fstat(fd).st_size
-    data = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+    # Private: older kernels map no memory as shared that is sealed against writing.
+    data = memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
     if isinstance(job, wire.ImageJob):
         return _run_image(link, job, data)
     if isinstance(job, wire.AudioJob):
@@ -161,10 +162,10 @@ def serve(sock: socket.socket) -> None:
             reply = wire.Failed(message="media needs more memory to decode than a decoder may use")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
-        except Exception as error:
+        except Exception:
             # Decoders raise what they like on hostile bytes; the item pays, not the process.
             logger.exception("decoder failed")
-            reply = wire.Failed(message=f"media can't be decoded ({type(error).__name__})")
+            reply = wire.Failed(message="media can't be decoded: its data is damaged")
         finally:
             os.close(fd)
         with contextlib.suppress(BrokenPipeError):

@@ -1,6 +1,6 @@
 """The front's end of one rank process: its start, its socket, its death.
 
-Encoder process (front), event loop. Sending never blocks: what the socket doesn't take waits here.
+Encoder process (front), event loop. Knows nothing of pieces.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 
 from transom.encoder.media.wire import MemoryFile
+from transom.encoder.outbox import Outbox
 from transom.encoder.ranks import wire
 from transom.encoder.ranks.progress import Progress
 
@@ -48,9 +48,9 @@ class RankProcess:
             )
         self._on_answer = on_answer
         self._on_end = on_end
-        self._waiting: deque[tuple[wire.Order, MemoryFile | None]] = deque()
         self._sock = ours
         self._sock.setblocking(False)
+        self._outbox: Outbox[wire.Order] = Outbox(ours, wire.send)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(ours.fileno(), self._readable)
         self._ended = False
@@ -62,38 +62,7 @@ class RankProcess:
 
     def send(self, order: wire.Order, file: MemoryFile | None = None) -> None:
         """Send an order, with a file that may be closed right after. Nothing when the rank is gone."""
-        if self._ended:
-            return
-        if self._waiting:
-            self._waiting.append((order, file and file.duplicate()))
-            return
-        try:
-            wire.send(self._sock, order, None if file is None else file.fd)
-        except BlockingIOError:
-            self._waiting.append((order, file and file.duplicate()))
-            self._loop.add_writer(self._sock.fileno(), self._writable)
-        except OSError as error:
-            logger.debug("rank %d is going: %s", self.pid, error)
-
-    def _writable(self) -> None:
-        try:
-            while self._waiting:
-                order, file = self._waiting[0]
-                wire.send(self._sock, order, None if file is None else file.fd)
-                self._waiting.popleft()
-                if file is not None:
-                    file.close()
-        except BlockingIOError:
-            return
-        except OSError:
-            self._drop_waiting()
-        self._loop.remove_writer(self._sock.fileno())
-
-    def _drop_waiting(self) -> None:
-        for _, file in self._waiting:
-            if file is not None:
-                file.close()
-        self._waiting.clear()
+        self._outbox.put(order, file)
 
     def _readable(self) -> None:
         try:
@@ -115,8 +84,7 @@ class RankProcess:
         if not self._ended:
             self._ended = True
             self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
-            self._drop_waiting()
+            self._outbox.close()
             self._sock.close()
             self.progress.close()
 

@@ -14,6 +14,12 @@ import pytest
 NAMES, FETCH = "encoder/server/test_names.py", "encoder/server/test_fetch.py"
 TRANSPORT, IMPORTS = "core/test_transport.py", "core/test_imports.py"
 IMAGE, SERVER = "encoder/media/test_image.py", "encoder/server/test_server.py"
+VIDEO, LONG_VIDEO = "encoder/media/test_video.py", "encoder/server/test_long_video.py"
+RANKS, ARENAS, SHM = (
+    "encoder/server/test_ranks.py",
+    "shared_cache/test_opening.py",
+    "shared_cache/test_shm_cache.py",
+)
 MEDIA_KEY, RADIX_KEYS = "core/test_media_key.py", "llm/radix/test_keys.py"
 MEMORY, RETURNED, TREE = "llm/engine/test_memory.py", "llm/engine/test_answers.py", "llm/radix/test_tree.py"
 PREFIX, PARSE, ANSWERS = "llm/engine/test_prefix_cache.py", "gateway/test_parse.py", "process/test_answers.py"
@@ -100,6 +106,12 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{FETCH}::test_size_is_limited_by_header_and_while_streaming",
         f"{FETCH}::test_compressed_bodies_are_inflated_up_to_the_limit",
     ),
+    "packed content inflates to nothing for ever, or goes on behind its end": (
+        f"{FETCH}::test_packed_bodies_that_do_not_end_are_not_kept",
+    ),
+    "what attacks the reader of TLS, HTTP or DNS ends the server": (
+        "encoder/server/test_fetch_pool.py::test_a_server_that_ends_workers_costs_its_item_alone",
+    ),
     # Identity of media
     "views and copies of the same bytes have different keys": (
         f"{MEDIA_KEY}::test_views_of_any_item_size_hash_as_their_bytes",
@@ -146,6 +158,67 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{SERVER}::test_a_sound_longer_than_a_segment_comes_in_chunks",
         "encoder/media/test_audio.py::test_length_limit_is_told",
     ),
+    # Video
+    "a container claims more frames than its decoder gives": (
+        f"{VIDEO}::test_truncated_file_uses_the_frames_that_exist",
+        f"{VIDEO}::test_damage_in_the_middle_costs_few_frames",
+    ),
+    "more frames are asked for than a clip has": (
+        f"{VIDEO}::test_short_clips_give_what_they_have",
+        "encoder/media/test_sampling.py::test_more_frames_asked_than_exist",
+    ),
+    "frames that were sampled are sampled again": (
+        f"{VIDEO}::test_sampled_frames_are_the_ones_named",
+        f"{SERVER}::test_a_clip_comes_as_units_with_their_times",
+    ),
+    "two ways of decoding give other frames, or other numbers of tokens": (
+        f"{VIDEO}::test_frames_equal_an_independent_decode_bit_for_bit",
+        f"{VIDEO}::test_jumping_between_keyframes_changes_nothing",
+        f"{VIDEO}::test_runs_and_slices_give_the_same_in_any_order",
+    ),
+    "a long clip is decoded by one thread": (
+        f"{LONG_VIDEO}::test_the_first_embeddings_of_an_hour_leave_early_and_all_of_them_come",
+        "encoder/media/test_cutting.py::test_one_keyframe_is_one_run_and_many_are_many",
+    ),
+    "memory grows with the length of a clip, or while nobody reads it": (
+        f"{LONG_VIDEO}::test_memory_does_not_grow_with_the_length_of_a_clip",
+        f"{LONG_VIDEO}::test_a_clip_given_up_after_its_first_embeddings_is_decoded_no_further",
+    ),
+    "a long or large clip has no budget of frames and pixels": (
+        f"{VIDEO}::test_limits_are_told",
+        f"{VIDEO}::test_huge_frames_come_reduced",
+        "encoder/media/test_sampling.py::test_sampled_frames_are_within_all_limits",
+    ),
+    # Encoders and prefill
+    "a burst of requests with pictures loses some of them, or hangs near its end": (
+        f"{RANKS}::test_200_requests_with_294_images_lose_none_and_health_answers",
+    ),
+    "encoder ranks wait for each other when their shares differ": (
+        f"{RANKS}::test_both_ranks_take_their_share_and_agree",
+        f"{RANKS}::test_killed_ranks_cost_no_request_and_leave_nothing",
+    ),
+    "the size of an encoder's cache is not kept to, and 0 does not turn it off": (
+        "encoder/server/test_kept.py::test_no_capacity_keeps_nothing",
+        f"{ARENAS}::test_sizes_below_an_arena",
+        "shared_cache/test_contract.py::test_size_is_bounded_and_the_coldest_goes_first",
+    ),
+    "nobody can see how often cached embeddings are found": (
+        "encoder/server/test_kept.py::test_two_encoders_share_what_they_made",
+        f"{SERVER}::test_metrics_count_items_batches_and_failures",
+    ),
+    # Shared memory
+    "a full /dev/shm kills who writes to it": (f"{ARENAS}::test_too_small_file_system_fails_cleanly",),
+    "shared memory goes while somebody still reads it": (
+        f"{SHM}::test_closing_waits_for_the_last_view",
+        f"{SHM}::test_arena_goes_though_a_closed_process_still_reads_it",
+        "shared_cache/test_contract.py::test_leased_entry_is_never_overwritten",
+    ),
+    "shared memory stays when processes are killed, or end at the same moment": (
+        f"{ARENAS}::test_kills_and_restarts_leave_one_arena",
+        f"{ARENAS}::test_two_that_close_at_once_leave_nothing",
+        f"{RANKS}::test_a_killed_server_takes_its_processes_along_and_its_memory_is_found_again",
+    ),
+    "a start cleans up what belongs to others": (f"{ARENAS}::test_sweep_removes_own_orphans_only",),
     # KV, windows and the prefix cache
     "a prefix hit reads what another request left in the window": (
         f"{PREFIX}::test_the_same_prompt_again",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cache.content import check, key_of, meta_of, put, rows_of
+from transom.shared_cache.arena import Arena
 from transom.shared_cache.contract import ArenaSpaceError, Claim, EmbeddingCache, Lease
 from transom.shared_cache.embedding_cache import ShmEmbeddingCache
 from transom.shared_cache.heap_cache import HeapEmbeddingCache
@@ -158,6 +159,44 @@ def test_missing_folder_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixt
     cache = open_embedding_cache("fleet", MIB, folder=tmp_path / "none")
     assert isinstance(cache, HeapEmbeddingCache)
     assert "does not exist" in caplog.text
+
+
+def test_two_that_close_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second asks who else is there between the first's last look and its end."""
+    one, two = (open_embedding_cache("fleet", MIB, keep=False, folder=tmp_path) for _ in range(2))
+    let_go = Arena.unmap
+
+    def close_the_other_first(arena: Arena) -> None:
+        monkeypatch.setattr(Arena, "unmap", let_go)
+        two.close()
+        let_go(arena)
+
+    monkeypatch.setattr(Arena, "unmap", close_the_other_first)
+    one.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_many_processes_that_close_at_once_leave_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\n"
+        "from transom.shared_cache.opening import open_embedding_cache\n"
+        f"cache = open_embedding_cache('fleet', {MIB}, keep=False, folder=Path({str(tmp_path)!r}))\n"
+        "print('open', flush=True)\nsys.stdin.read()\ncache.close()\n"
+    )
+    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    crowd = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
+    for process in crowd:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+    assert os.listdir(tmp_path) == [arena_name("fleet", os.geteuid())]
+    for process in crowd:
+        assert process.stdin is not None
+        process.stdin.close()
+    for process in crowd:
+        assert process.wait(60) == 0
+        assert process.stdout is not None
+        process.stdout.close()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not SHM_FOLDER.is_dir(), reason="no /dev/shm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from transom.encoder.media.faults import PICTURE_ERRORS, picture_fault
 from transom.encoder.media.image import decode_image
 from transom.encoder.media.wire import ImageJob
 from transom.errors import MediaError
@@ -189,6 +191,7 @@ PEAK = """
 import resource, sys
 from pathlib import Path
 from tests.encoder.media.conftest import IMAGE_JOB
+from transom.encoder.media.faults import PICTURE_ERRORS, picture_fault
 from transom.encoder.media.image import decode_image
 import msgspec
 
@@ -264,6 +267,24 @@ def test_what_is_no_image_is_named(data: bytes, said: str, image_job: Job) -> No
         decode_image(memoryview(data), image_job())
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("image file is truncated (8 bytes not processed)"), "its data is truncated"),
+        (EOFError(), "its data is truncated"),
+        (ValueError("Decompressed data too large for PngImagePlugin.MAX_TEXT_CHUNK"), "inflates to more"),
+        (NotImplementedError("<PIL.TiffImagePlugin at 0x7f>"), "a variant of its format that is not read"),
+        (OSError("cannot load this image"), "a variant of its format that is not read"),
+        (SyntaxError("broken PNG file (chunk b'\\x00\\x00abc')"), "its data is damaged"),
+        (struct.error("unpack requires a buffer of 4 bytes"), "its data is damaged"),
+    ],
+)
+def test_faults_are_told_in_our_words(error: Exception, said: str) -> None:
+    assert said in picture_fault(error)
+    assert isinstance(error, PICTURE_ERRORS)
+    assert not re.search(r"PIL|Plugin|0x|chunk|bytes not", picture_fault(error))
+
+
 def test_random_damage_never_raises_anything_else(image_job: Job, make_image: Make) -> None:
     rng = np.random.default_rng(5)
     outcomes = set()
@@ -277,9 +298,20 @@ def test_random_damage_never_raises_anything_else(image_job: Job, make_image: Ma
                 pixels = decode_image(memoryview(bytes(bad)), image_job()).pixels
                 assert pixels.ndim == 3
                 outcomes.add("decoded")
-            except MediaError:
-                outcomes.add("refused")
+            except MediaError as error:
+                outcomes.add("refused" if re.match(WORDS, error.message) else error.message)
     assert outcomes == {"decoded", "refused"}
+
+
+# All that is ever said of a picture's bytes.
+WORDS = (
+    r"image can't be decoded: its data is (damaged|truncated)$"
+    r"|image can't be decoded: its text or colour profile inflates to more than is read$"
+    r"|image can't be decoded: it uses a variant of its format that is not read$"
+    r"|image (can't be decoded|format is not supported): the bytes look like "
+    r"|image of \d+(x\d+)?.* pixels(, limit| can't be used)"
+    r"|image costs \d+ tokens, limit|image needs more memory"
+)
 
 
 # What the edge cases of the shared media must give: (height, width), or words of the refusal.
@@ -287,11 +319,11 @@ EDGE: dict[str, tuple[int, int] | str] = {
     "pil_broken.png": "damaged PNG",
     "pil_decompression_bomb.gif": "limit 100000000",
     "pil_hopper.psd": "Photoshop",
-    "pil_png_decompression_dos.png": "too large",
+    "pil_png_decompression_dos.png": "inflates to more than is read",
     "pil_truncated_image.png": "truncated",
     "pil_truncated_jpeg.jpg": "truncated",
-    "pil_broken_data_stream.png": "unrecognized data",
-    "pil_truncated_end_chunk.png": "Truncated",
+    "pil_broken_data_stream.png": "its data is damaged",
+    "pil_truncated_end_chunk.png": "truncated",
     "pil_ultrahdr.jpg": "truncated",
     "tc_sigsegv.png": "can't be decoded",
     "small_heif.heif": (64, 64),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -50,6 +52,45 @@ async def test_an_error_reaches_readers_after_the_chunks_before_it() -> None:
     with pytest.raises(MediaError, match="broken"):
         await source.next(reader)
     assert not source.joinable
+
+
+async def test_an_error_keeps_nothing_alive() -> None:
+    """Neither with who failed nor with who was told; the collector of cycles is not needed."""
+    gc.collect()
+    gc.disable()
+    try:
+        source = encoding()
+        first = chunk(0)
+        rows = weakref.ref(first.rows)
+        await source.publish(first)
+        del first
+
+        async def make(source: Encoding) -> None:
+            try:
+                raise MediaError("broken")
+            except MediaError as error:
+                source.fail(error)
+
+        async def follow(source: Encoding) -> str:
+            reader = source.join()
+            followed.set()
+            try:
+                await source.next(reader)
+                await source.next(reader)
+            except MediaError as error:
+                return error.message
+            return ""
+
+        followed = asyncio.Event()
+        follower = asyncio.create_task(follow(source))
+        await followed.wait()
+        await asyncio.create_task(make(source))
+        assert await follower == "broken"
+        del source, follower
+        await asyncio.sleep(0)
+        assert rows() is None
+    finally:
+        gc.enable()
 
 
 async def test_the_producer_waits_for_the_slowest_reader() -> None:

@@ -298,6 +298,30 @@ async def test_compressed_bodies_are_inflated_up_to_the_limit(origin: Origin, en
         await fetched(f"{origin.base}/a")
 
 
+@pytest.mark.parametrize(
+    ("head", "rest", "said"),
+    [
+        (gzip.compress(BODY), b"x" * 1000, "goes on after its end"),
+        (gzip.compress(BODY), gzip.compress(BODY), "goes on after its end"),
+        # Blocks of no bytes: nothing comes of them, for ever.
+        (gzip.compress(b"")[:10], b"\0\0\0\xff\xff" * 2000, "larger than 100000 bytes, the limit"),
+    ],
+)
+async def test_packed_bodies_that_do_not_end_are_not_kept(
+    origin: Origin, head: bytes, rest: bytes, said: str
+) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Encoding": "gzip"})
+        await response.prepare(request)
+        await response.write(head)
+        while True:
+            await response.write(rest)
+
+    origin.handler = endless
+    with pytest.raises(MediaError, match=said):
+        await fetched(f"{origin.base}/a", total_s=30.0)
+
+
 async def test_foreign_encodings_and_statuses_are_told(origin: Origin) -> None:
     async def strange(request: web.Request) -> web.Response:
         if request.path == "/br":

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from transom.encoder.admission import Admission, Item
+from transom.encoder.config import EncoderConfig
 from transom.encoder.encoding import Chunk, Encoding
+from transom.encoder.flights import Flights
 from transom.encoder.kept import KeptEncodings
-from transom.messages import Modality
+from transom.encoder.spans import Timeline
+from transom.messages import EncodeJob, MediaOptions, Modality
 from transom.shared_cache.contract import Claim, Lease
 
 Make = Callable[..., bytes]
@@ -155,6 +160,72 @@ async def test_no_capacity_keeps_nothing(scope: str) -> None:
     await kept.keep(source, claim, "bfloat16")
     assert kept.load()["cache_entries"] == 0
     assert isinstance(await kept.find(source), Claim)
+    await kept.close()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without it what is kept by a cycle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_what_is_given_up_holds_no_lease(scope: str, no_collector: None) -> None:
+    """Who follows an encoding and who makes it are cancelled, and take their chunks along."""
+    kept = await opened(scope)
+    source = await complete()
+    claim = await kept.find(source)
+    assert isinstance(claim, Claim)
+    await kept.keep(source, claim, "bfloat16")
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    # What is kept needs no pipeline.
+    flights = Flights(kept, cast(Any, None), "bfloat16", Timeline(), spawn)
+    job = EncodeJob(
+        request_id="r", item_index=0, param="p", modality="video", routing_key="k", url=None,
+        options=MediaOptions(), deadline_s=0.0, gateway="g", reply_to="p",
+    )  # fmt: skip
+    admission = Admission(EncoderConfig(), Timeline())
+    reached = asyncio.Semaphore(0)
+
+    async def follow(item: Item, steps: int) -> None:
+        try:
+            found = await flights.look_up(KEY, job)
+            assert found is not None
+            found.window_bytes = 0  # its maker waits for its reader
+            reader = found.join()
+            try:
+                for _ in range(steps):
+                    chunk = await found.next(reader)
+                    assert chunk is not None
+                    assert len(chunk.raw) == chunk.rows.nbytes
+                reached.release()
+                await asyncio.Event().wait()
+            finally:
+                found.leave(reader)
+                flights.stop_if_abandoned(found)
+        finally:
+            admission.drop(item)
+
+    for steps in range(3):
+        item = admission.admit(job, None)
+        item.task = spawn(follow(item, steps))
+        await reached.acquire()
+        assert kept.load()["cache_leases"] > 0
+        admission.cancel("r")
+        del item
+        while tasks:
+            await asyncio.wait(tasks)
+        await asyncio.sleep(0)
+        assert kept.load()["cache_leases"] == 0, steps
     await kept.close()
 
 

@@ -311,7 +311,7 @@ def command_line(pid: int) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the decode workers and ranks of an encoder."""
+    """Process ids of the workers and ranks of an encoder."""
     path = Path(f"/proc/{pid}/task")
     return [int(c) for task in path.iterdir() for c in (task / "children").read_text().split()]
 
@@ -361,7 +361,7 @@ async def test_urls_overload_and_the_end_of_the_process(
         assert all(result.error is None for result in waiting[:4])
     await runner.cleanup()
     workers = children(line["pid"])
-    assert len(workers) == 2  # a rank and a decode worker
+    assert len(workers) == 3  # a rank, a decode worker and a fetch worker
     started = time.monotonic()
     process.terminate()
     assert await asyncio.to_thread(process.wait) == 0

@@ -1,0 +1,243 @@
+"""Fetch workers as real processes: what they give, what is given up, their deaths, what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from transom.encoder.config import EncoderConfig
+from transom.encoder.fetch import FetchLimits
+from transom.encoder.fetch_pool import FetchPool
+from transom.errors import ConfigError, MediaError, TransomError
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+LIMITS = dataclasses.replace(FetchLimits.of(EncoderConfig()), allow_private=True, ports=(0,))
+BODY = bytes(range(256)) * 8192  # 2 MiB: packed in a thread
+
+
+class Origin:
+    """Serves BODY with an ETag, below `/slow` once `release` is set; calls `killer` for `/poison`."""
+
+    def __init__(self) -> None:
+        self.hits: Counter[str] = Counter()
+        self.release = asyncio.Event()
+        self.arrived = asyncio.Condition()
+        self.gone: Counter[str] = Counter()
+        self.killer: Callable[[int], None] = lambda _: None
+        self.base = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        async with self.arrived:
+            self.hits[request.path] += 1
+            self.arrived.notify_all()
+        if request.path.startswith("/poison"):
+            assert request.transport is not None
+            self.killer(request.transport.get_extra_info("peername")[1])
+        if request.path.startswith(("/slow", "/poison")):
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                async with self.arrived:
+                    self.gone[request.path] += 1
+                    self.arrived.notify_all()
+                raise
+        headers = {"ETag": '"one"'}
+        if request.headers.get("If-None-Match") == '"one"':
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=b"" if request.path == "/empty" else BODY, headers=headers)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60), self.arrived:
+            await self.arrived.wait_for(condition)
+
+
+@pytest.fixture
+async def origin() -> AsyncIterator[Origin]:
+    own = Origin()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", own.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    own.base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield own
+    own.release.set()
+    await runner.cleanup()
+
+
+async def memory_files() -> int:
+    """Count the memory files that this process has open or mapped."""
+    await asyncio.sleep(0)  # the loop lets go of what it woke us with
+    return count_memory_files()
+
+
+def count_memory_files() -> int:
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    opened = sum("memfd:transom" in os.readlink(link) for link in links if link.is_symlink())
+    return opened + Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:transom")
+
+
+@contextlib.asynccontextmanager
+async def running(workers: int = 1, grace_s: float = 5.0, **changes: Any) -> AsyncIterator[FetchPool]:
+    pool = FetchPool(dataclasses.replace(LIMITS, **changes), workers=workers, grace_s=grace_s)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        pids = pool.pids
+        await pool.close()
+        assert not set(map(str, pids)) & set(os.listdir("/proc"))
+
+
+async def body(pool: FetchPool, url: str) -> bytes:
+    download = await pool.fetch(url)
+    assert download is not None
+    try:
+        return bytes(download.file.view)
+    finally:
+        download.file.close()
+
+
+def owner_of(port: int, pids: list[int]) -> int:
+    """The process of a pool that has a connection from a local port."""
+    lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    inode = next(line.split()[9] for line in lines if line.split()[1].endswith(f":{port:04X}"))
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(link) == f"socket:[{inode}]":
+                    return pid
+    raise AssertionError(f"nobody of {pids} has port {port}")
+
+
+async def test_bytes_come_in_memory_that_nobody_can_change(origin: Origin) -> None:
+    async with running() as pool:
+        before = await memory_files()
+        download = await pool.fetch(f"{origin.base}/a.png")
+        assert download is not None
+        assert bytes(download.file.view) == BODY
+        seals = fcntl.fcntl(download.file.fd, fcntl.F_GET_SEALS)
+        assert seals & (fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with pytest.raises(PermissionError):
+            os.pwrite(download.file.fd, b"x", 0)
+        assert await pool.fetch(f"{origin.base}/a.png", download.validator) is None  # unchanged
+        download.file.close()
+        del download
+        assert await body(pool, f"{origin.base}/empty") == b""
+        assert await memory_files() == before
+
+
+async def test_refusals_say_what_the_fetcher_says(origin: Origin) -> None:
+    async with running(max_bytes=1000) as pool:
+        for url, said in (
+            (f"{origin.base}/a.png", "limit 1000"),
+            ("ftp://example.com/a", "scheme 'ftp' is not allowed"),
+            ("http://example.com/" + "a" * 9000, "URL of 9019 characters, limit 8192"),
+            ("file:///etc/passwd", "file: URLs are not allowed here"),
+        ):
+            with pytest.raises(MediaError, match=said):
+                await pool.fetch(url)
+        assert pool.running == 0
+        assert pool.crashes == 0
+
+
+async def test_a_file_is_read_in_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(BODY)
+    async with running(folders=(str(tmp_path),)) as pool:
+        assert await body(pool, f"file://{tmp_path}/a.bin") == BODY
+
+
+@pytest.mark.parametrize("changes", [{"dns_servers": ("nonsense",)}, {"folders": ("/no/such/folder",)}])
+async def test_settings_that_cannot_be_used_stop_the_start(changes: dict[str, Any]) -> None:
+    pool = FetchPool(dataclasses.replace(LIMITS, **changes), workers=1)
+    with pytest.raises(ConfigError, match=r"nonsense|/no/such/folder"):
+        await pool.start()
+    await pool.close()
+
+
+async def test_what_is_given_up_ends_at_the_server_too(origin: Origin) -> None:
+    async with running() as pool:
+        before = await memory_files()
+        tasks = [asyncio.create_task(pool.fetch(f"{origin.base}/slow/{number}")) for number in range(8)]
+        await origin.until(lambda: len(origin.hits) == 8)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert pool.running == 0
+        await origin.until(lambda: len(origin.gone) == 8)
+        assert await body(pool, f"{origin.base}/a.png") == BODY
+        assert await memory_files() == before
+
+
+async def test_what_comes_when_it_is_given_up_is_let_go(origin: Origin) -> None:
+    async with running() as pool:
+        before = await memory_files()
+        taken = 0
+        for wait in range(12):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.003 * wait):
+                    taken += await body(pool, f"{origin.base}/a.png") == BODY
+        assert taken < 12
+        assert await body(pool, f"{origin.base}/a.png") == BODY
+        assert await memory_files() == before
+
+
+async def test_a_killed_worker_costs_no_item(origin: Origin) -> None:
+    async with running() as pool:
+        before = await memory_files()
+        tasks = [asyncio.create_task(body(pool, f"{origin.base}/slow/{number}")) for number in range(4)]
+        await origin.until(lambda: len(origin.hits) == 4)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        await origin.until(lambda: sum(origin.hits.values()) == 8)
+        origin.release.set()
+        assert await asyncio.gather(*tasks) == [BODY] * 4
+        assert pool.crashes == 1
+        assert await body(pool, f"{origin.base}/a.png") == BODY
+
+        async with asyncio.timeout(30):
+            while await memory_files() > before or len(pool.pids) > 1:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (signal.SIGSEGV, MediaError, r"the download crashed on this item \(signal SIGSEGV\)"),
+        (signal.SIGKILL, TransomError, r"downloaded this item were ended \(signal SIGKILL\)"),
+    ],
+)
+async def test_a_server_that_ends_workers_costs_its_item_alone(
+    origin: Origin, number: signal.Signals, kind: type[TransomError], said: str
+) -> None:
+    async with running() as pool:
+        origin.killer = lambda port: os.kill(owner_of(port, pool.pids), number)
+        others = [asyncio.create_task(body(pool, f"{origin.base}/slow/{one}")) for one in range(2)]
+        await origin.until(lambda: len(origin.hits) == 2)
+        with pytest.raises(kind, match=said) as caught:
+            await pool.fetch(f"{origin.base}/poison")
+        assert caught.value.status == (400 if kind is MediaError else 500)
+        assert origin.hits["/poison"] == 2
+        origin.release.set()
+        assert await asyncio.gather(*others) == [BODY] * 2
+        assert pool.crashes == 1
+
+
+async def test_a_worker_that_hangs_is_ended(origin: Origin) -> None:
+    async with running(grace_s=0.2, total_s=0.3) as pool:
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        with pytest.raises(MediaError, match=r"took over 0\.3 s, the limit"):
+            await pool.fetch(f"{origin.base}/a.png")
+    async with running() as pool:
+        assert await body(pool, f"{origin.base}/a.png") == BODY
