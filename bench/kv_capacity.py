@@ -21,7 +21,7 @@ from transom import __version__
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.hub import NANO_NAME
-from transom.llm.capacity import PoolPlan, token_bytes
+from transom.llm.capacity import PoolPlan, answer_margin, token_bytes
 from transom.llm.model.spec import DecoderConfig
 from transom.llm.plan import (
     KV_DTYPES,
@@ -147,9 +147,9 @@ def _fill(config: DecoderConfig, options: PlanOptions, plan: PoolPlan, *, slides
 
     from transom.llm.pools import DualPools, PoolExhaustedError, RequestKV
 
-    # Bytes stand in for fp8, whose tensors a CPU can't fill.
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.uint8, "fp32": torch.float32}[options.kv_dtype]
-    pools = DualPools(config, plan, dtype=dtype, device=torch.device("cpu"))
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}[options.kv_dtype]
+    margin = answer_margin(plan.page_size)
+    pools = DualPools(config, plan, dtype=dtype, device=torch.device("cpu"), margin=margin)
     stores = (pools.full, pools.swa)
     allocated = sum(x.nbytes for store in stores for x in (store.k, store.v))
     admitted: list[RequestKV] = []

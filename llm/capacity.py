@@ -12,10 +12,28 @@ from dataclasses import dataclass
 from transom.errors import ConfigError
 from transom.llm.model.spec import DecoderConfig, LayerSpec
 
+_SCALE_BYTES = 4
+
+
+def row_bytes(dim: int, dtype_bytes: int) -> int:
+    """Return the bytes of K or V of one token and head; values of one byte (fp8) have a scale behind them."""
+    return dim * dtype_bytes + (_SCALE_BYTES if dtype_bytes == 1 else 0)
+
 
 def token_bytes(specs: Sequence[LayerSpec], dtype_bytes: int) -> int:
     """Return the bytes of one token's K and V over the given layers."""
-    return sum(spec.kv_heads * (spec.head_dim + spec.v_head_dim) for spec in specs) * dtype_bytes
+    return sum(
+        spec.kv_heads * (row_bytes(spec.head_dim, dtype_bytes) + row_bytes(spec.v_head_dim, dtype_bytes))
+        for spec in specs
+    )
+
+
+def answer_margin(page_size: int) -> int:
+    """Return the SWA slots that stay behind the window where answers go back to the prefix cache.
+
+    An answer seldom ends where a page does, and the window before its last full page is what is cached.
+    """
+    return 2 * page_size
 
 
 def pages_for(tokens: int, page_size: int) -> int:

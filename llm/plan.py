@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transom.errors import ConfigError
 from transom.hub import NANO_NAME, resolve_model
-from transom.llm.capacity import PoolPlan, pages_for, plan_pools, swa_live_tokens, token_bytes
+from transom.llm.capacity import PoolPlan, answer_margin, pages_for, plan_pools, swa_live_tokens, token_bytes
 from transom.llm.config import LlmConfig
 from transom.llm.footprint import WEIGHT_DTYPES, Weights, activation_bytes, weight_bytes
 from transom.llm.model.registry import config_from_dict, read_config
@@ -254,6 +254,7 @@ def dual_pool_plan(config: DecoderConfig, options: PlanOptions, budget_bytes: in
         typical_len=options.context_len,
         release_interval=options.release_interval,
         chunk=options.chunk,
+        margin=answer_margin(options.page_size),
     )
 
 
@@ -289,8 +290,8 @@ def _request_pages(config: DecoderConfig, options: PlanOptions) -> tuple[int, in
 
 def _live_pages(config: DecoderConfig, options: PlanOptions, chunk: int) -> int:
     """Return the most SWA pages of a request, decoding (chunk 0) or in the middle of a chunk."""
-    live = swa_live_tokens(_window(config), options.page_size, options.release_interval, chunk)
-    return live // options.page_size
+    kept = _window(config) + answer_margin(options.page_size)
+    return swa_live_tokens(kept, options.page_size, options.release_interval, chunk) // options.page_size
 
 
 def _full(config: DecoderConfig) -> list[LayerSpec]:

@@ -41,7 +41,7 @@ def test_plan_as_text_is_plain_and_narrow(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "smallest EP for 64 x 131072 tokens: single pool 64, dual pools 16"
     row = next(line.split() for line in lines if line.startswith(" 16 "))
-    assert row == ["16", "92.998", "33.699", "0", "1,504,000", "64", "10,411,264"]
+    assert row == ["16", "92.998", "33.699", "0", "1,504,000", "64", "10,396,160"]
     assert all(line.isascii() and len(line) <= 110 for line in lines)
 
 
@@ -117,7 +117,11 @@ def test_bench_counts_what_the_plan_says(capsys: pytest.CaptureFixture[str], tmp
         ("mimo-nano", 16384),
     ]
     for row in measured:
-        assert row["held_ratio"] == pytest.approx(row["ratio"], rel=0.01)
+        # The pages that decode workers keep for answers weigh something in a short context.
+        assert row["held_ratio"] == pytest.approx(
+            row["ratio"], rel=0.03 if row["context_len"] < 10_000 else 0.01
+        )
+        assert row["held_ratio"] >= row["ratio_decoding"]
         assert row["requests_dual"] == row["planned_requests_dual"] >= 4 * row["requests_single"]
         assert row["requests_single"] == row["planned_requests_single"]
 
@@ -126,7 +130,7 @@ def test_bench_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kv-capacity", "--pool-mb", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line.split() for line in lines if line.split()[:2] == ["mimo-nano", "4096"])
-    assert row == ["mimo-nano", "4096", "17.0", "4.0", "4.223", "4.223", "1", "/", "4", "1", "/", "4"]
+    assert row == ["mimo-nano", "4096", "17.0", "4.0", "4.223", "4.119", "1", "/", "4", "1", "/", "4"]
     assert all(line.isascii() for line in lines)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transom.bench.kv_capacity import fill_dual, fill_single
 from transom.errors import ConfigError
-from transom.llm.capacity import swa_live_tokens
+from transom.llm.capacity import answer_margin, swa_live_tokens
 from transom.llm.plan import (
     GB,
     PlanOptions,
@@ -71,8 +71,9 @@ def test_published_kv_bytes(name: str, full: int, swa: int, fixed: int, token: i
     kv = kv_bytes(find_model(name).config, "bf16")
     assert (kv.full_token, kv.swa_token, kv.swa_fixed, kv.token) == (full, swa, fixed, token)
     assert kv.mtp_fixed == 3 * 5120 * 128
-    halved = kv_bytes(find_model(name).config, "fp8")
-    assert (2 * halved.full_token, 2 * halved.swa_fixed) == (full, fixed)
+    # fp8: a byte a value, and 4 for the scale of each row of 192 (K) or 128 (V) of them.
+    quantised = kv_bytes(find_model(name).config, "fp8")
+    assert (quantised.full_token, quantised.swa_fixed) == (full * 328 // 640, fixed * 328 // 640)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_planned_bytes_and_pages_are_the_real_pools(page_size: int, kv_dtype: st
     asked = options(1000, page_size=page_size, kv_dtype=kv_dtype)
     budget = 8_000_000
     plan = dual_pool_plan(NANO.config, asked, budget)
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.uint8, "fp32": torch.float32}[kv_dtype]
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}[kv_dtype]
     pools = DualPools(NANO.config, plan, dtype=dtype, device=torch.device("cpu"))
     allocated = sum(x.nbytes for store in (pools.full, pools.swa) for x in (store.k, store.v))
     fit = dual_fit(NANO.config, asked, budget, 1)
@@ -150,10 +151,11 @@ def test_planned_requests_are_what_real_pools_admit(
 
 @pytest.mark.parametrize(("page_size", "interval"), [(1, 1), (1, 16), (16, 16), (16, 6), (64, 16), (8, 40)])
 def test_the_most_a_decoding_request_holds_is_exact(page_size: int, interval: int) -> None:
-    """Decode token by token as the engine does; the plan's figure is reached and never passed."""
+    """Decode token by token as a decode worker does; the plan's figure is reached and never passed."""
     asked = options(1000, page_size=page_size, release_interval=interval)
     plan = dual_pool_plan(NANO.config, asked, 6_000_000)
-    pools = DualPools(NANO.config, plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+    margin = answer_margin(page_size)
+    pools = DualPools(NANO.config, plan, dtype=torch.bfloat16, device=torch.device("cpu"), margin=margin)
     kv, most = RequestKV(), 0
     for length in range(1, 500):
         pools.extend(kv, length)
@@ -161,7 +163,11 @@ def test_the_most_a_decoding_request_holds_is_exact(page_size: int, interval: in
         kv.length = length
         if length % interval == 0:
             pools.slide(kv)
-    assert most * page_size == swa_live_tokens(pools.window, page_size, interval, 0)
+    assert most * page_size == swa_live_tokens(pools.kept, page_size, interval, 0)
+    kv_bytes_swa = kv_bytes(NANO.config, "bf16").swa_token * most * page_size
+    full = -(-1000 // page_size) * page_size
+    planned = request_bytes(NANO.config, asked)
+    assert planned.dual == full * kv_bytes(NANO.config, "bf16").full_token + kv_bytes_swa
     pools.check_integrity([kv])
 
 
