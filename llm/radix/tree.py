@@ -5,6 +5,7 @@ Lives in a prefill or decode worker and owns the pages given to it. Knows no tor
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -177,7 +178,7 @@ class RadixTree:
         self.stats.inserted_tokens += end - start - known
         self.stats.duplicate_tokens += known
         self.stats.healed_tokens += healed
-        return Inserted(end, np.concatenate(canonical), known, healed)
+        return Inserted(end, _joined(canonical), known, healed)
 
     def evict_full(self, tokens: int) -> int:
         """Free full and SWA pages of at least so many tokens, whole coldest leaves first; return how many.
@@ -217,7 +218,10 @@ class RadixTree:
     def _pieces(self, new: _NewPages, keep: Sequence[Window]) -> list[_Piece]:
         """Cut the new pages where liveness or rank changes; rank None marks tokens without SWA pages."""
         page = self.page_size
-        ranks = np.where(self._pools.swa_mapped(new.pages), int(Rank.PASSING), -1)
+        mapped = self._pools.swa_mapped(new.pages)
+        if not mapped.any():
+            return [(new.start, new.end, None)]
+        ranks = np.where(mapped, int(Rank.PASSING), -1)
         for low, high, rank in keep:
             part = ranks[max(low - new.start, 0) // page : max(high - new.start, 0) // page]
             part[(part >= 0) & (part < rank)] = rank
@@ -239,25 +243,36 @@ class RadixTree:
             child = node.children.get(new.key.raw[at : at + self.store.page_bytes])
             if child is None:
                 break
-            common = self._common(new.key, depth, child, new.end)
-            node = self.store.split(child, depth + common) if common < len(child) else child
-            canonical.append(node.pages)
+            index = child.index
+            if (
+                index is not None
+                and index.nodes[0] is child
+                and (count := index.passed(new.key.raw, new.end))
+            ):
+                nodes, ends = index.nodes[:count], index.ends[:count]
+                canonical.append(index.pages[: (ends[-1] - depth) // self.page_size])
+            else:
+                common = self._common(new.key, depth, child, new.end)
+                child = self.store.split(child, depth + common) if common < len(child) else child
+                nodes, ends = [child], [child.end]
+                canonical.append(child.pages)
+            node = nodes[-1]
             frees.full.append(new.between(depth, node.end))
             depth = node.end
             while at_piece < len(pieces) and pieces[at_piece][0] < depth:
                 low, high, rank = pieces[at_piece]
-                healed += self._settle(new, node, max(low, node.start), min(high, depth), rank, frees)
+                if rank is not None:
+                    # `ends` are those from before: what settling cuts off lies above the node it is cut from.
+                    for known in nodes[bisect_right(ends, low) : bisect_left(ends, high) + 1]:
+                        part = max(low, known.start), min(high, known.end)
+                        healed += self._settle(new, known, *part, rank, frees)
                 if high > depth:
                     break
                 at_piece += 1
         return node, canonical, healed
 
-    def _settle(
-        self, new: _NewPages, node: Node, low: int, high: int, rank: Rank | None, frees: _Frees
-    ) -> int:
+    def _settle(self, new: _NewPages, node: Node, low: int, high: int, rank: Rank, frees: _Frees) -> int:
         """Free a duplicate's SWA pages, or let a tombstone have them; return how many tokens healed."""
-        if rank is None:
-            return 0
         own = new.between(low, high)
         if node.live:
             frees.swa.append(own)
@@ -402,8 +417,13 @@ class _Frees:
     def flush(self, pools: PagePools) -> None:
         if self.moves:
             sources, targets = zip(*self.moves)
-            pools.move_swa(np.concatenate(sources), np.concatenate(targets))
+            pools.move_swa(_joined(sources), _joined(targets))
         if self.swa:
-            pools.free_swa(np.concatenate(self.swa))
+            pools.free_swa(_joined(self.swa))
         if self.full:
-            pools.free_full(np.concatenate(self.full))
+            pools.free_full(_joined(self.full))
+
+
+def _joined(runs: Sequence[Pages]) -> Pages:
+    """Return runs of pages as one; a copy of 100,000 numbers would cost as much as comparing their key."""
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
