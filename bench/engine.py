@@ -41,6 +41,7 @@ EXAMPLES = (
     "transom bench engine",
     "transom bench engine --model tiny-hybrid --profile",
     "transom bench engine --model tiny-dense --requests 16 --prompt-len 512 --output-len 64 --json",
+    "transom bench engine --page-sizes 1 4 16 64 --shared-len 384 --kv-dtype fp8",
 )
 MADE_HERE = ("tiny-hybrid", "tiny-dense")
 
@@ -66,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(default %(default)s)"
     )
+    parser.add_argument(
+        "--kv-dtype", choices=("auto", "float32", "bfloat16", "fp8"), default="auto",
+        help="of the KV pools (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--page-sizes", type=int, nargs="+", default=[16], metavar="N",
+        help="tokens in a page; several are measured in turn, run by run (default 16)",
+    )  # fmt: skip
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="(default %(default)s)")
     parser.add_argument(
         "--profile", action="store_true", help="show the parts of a step; slows it down a bit"
@@ -151,7 +160,7 @@ _NATIVE_PARTS = {
 class Load:
     """Runs the same requests again and again, with other tokens each time."""
 
-    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+    def __init__(self, args: argparse.Namespace, folder: str, page_size: int) -> None:
         self._args = args
         self._ends: dict[str, list[float]] = {}
         config = PrefillConfig(
@@ -159,6 +168,8 @@ class Load:
             threads=args.threads,
             device=args.device,
             dtype=args.dtype,
+            kv_dtype=args.kv_dtype,
+            page_size=page_size,
             kernels=args.kernels,
             kernel_build_wait_s=600,
             kv_memory_gb=1.0,
@@ -190,6 +201,7 @@ class Load:
             self.engine.submit(
                 Start(Request(name, sampling, 1e12, time.time(), prompt_ids=prompt, prompt_complete=True))
             )
+        hits = self.engine.load()["cache_hit_tokens"]
         begin, cpu = time.perf_counter(), time.process_time()
         while any(len(times) < output_len for times in self._ends.values()):
             self.engine.step()
@@ -204,6 +216,7 @@ class Load:
             "ttft_p50_ms": statistics.median(firsts) * 1e3,
             "prefill_tokens_per_s": args.requests * args.prompt_len / max(firsts),
             "tpot_p50_ms": statistics.median(lasts) / max(output_len - 1, 1) * 1e3,
+            "cached_tokens": self.engine.load()["cache_hit_tokens"] - hits,
         }
 
 
@@ -213,19 +226,41 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--requests, --output-len and --repeats must be >= 1 and --shared-len < --prompt-len"
         )
+    if args.profile and len(args.page_sizes) > 1:
+        raise ConfigError("--profile takes one of --page-sizes")
+    if min(args.page_sizes) < 1 or len(set(args.page_sizes)) < len(args.page_sizes):
+        raise ConfigError("--page-sizes must be >= 1 and differ")
     with ExitStack() as stack:
         folder = args.model
         if args.model in MADE_HERE:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             write_checkpoint(Path(folder), moe=args.model == "tiny-hybrid")
-        load = Load(args, folder)
-        load.run(min(args.output_len, 4))
+        loads = {page_size: Load(args, folder, page_size) for page_size in args.page_sizes}
+        for load in loads.values():
+            load.run(min(args.output_len, 4))
         profile = Profile()
         if args.profile:
-            profile.watch(stack, load.model)
-        rows = [load.run(args.output_len) for _ in range(args.repeats)]
+            profile.watch(stack, loads[args.page_sizes[0]].model)
+        runs: dict[int, list[dict[str, float]]] = {page_size: [] for page_size in loads}
+        for _ in range(args.repeats):
+            for page_size, load in loads.items():
+                runs[page_size].append(load.run(args.output_len))
+    reports = [_report(args, page_size, rows, profile) for page_size, rows in runs.items()]
+    if args.out:
+        with Path(args.out).open("ab") as out:
+            out.writelines(orjson.dumps(report) + b"\n" for report in reports)
+    if args.json:
+        write_json(reports[0] if len(reports) == 1 else {"rows": reports})
+    else:
+        _show(reports, profile, args.repeats)
+    return 0
+
+
+def _report(
+    args: argparse.Namespace, page_size: int, rows: list[dict[str, float]], profile: Profile
+) -> dict[str, Any]:
     medians = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-    report = {
+    return {
         "benchmark": "engine",
         "commit": commit(),
         "transom": __version__,
@@ -235,27 +270,29 @@ def run(args: argparse.Namespace) -> int:
             name: getattr(args, name)
             for name in ("model", "requests", "prompt_len", "shared_len", "output_len")
         },
-        **{name: getattr(args, name) for name in ("repeats", "threads", "dtype", "kernels")},
+        **{name: getattr(args, name) for name in ("repeats", "threads", "dtype", "kv_dtype", "kernels")},
+        "page_size": page_size,
         **medians,
         "parts_s": {name: round(s / args.repeats, 4) for name, s in profile.seconds.items()},
     }
-    if args.out:
-        with Path(args.out).open("ab") as out:
-            out.write(orjson.dumps(report) + b"\n")
-    if args.json:
-        write_json(report)
-    else:
-        _show(report, profile, args.repeats)
-    return 0
 
 
-def _show(report: dict[str, Any], profile: Profile, repeats: int) -> None:
+_SHOWN = (
+    "wall_s", "cpu_s", "output_tokens_per_s", "output_tokens_per_cpu_s", "ttft_p50_ms",
+    "prefill_tokens_per_s", "tpot_p50_ms", "cached_tokens",
+)  # fmt: skip
+
+
+def _show(reports: list[dict[str, Any]], profile: Profile, repeats: int) -> None:
     console = make_console()
-    table = Table("figure", "median of the runs", title=f"{report['model']} on {report['device']}")
-    for name in ("wall_s", "cpu_s", "output_tokens_per_s", "output_tokens_per_cpu_s", "ttft_p50_ms"):
-        table.add_row(name, f"{report[name]:,}")
-    for name in ("prefill_tokens_per_s", "tpot_p50_ms"):
-        table.add_row(name, f"{report[name]:,}")
+    first = reports[0]
+    table = Table(
+        "median of the runs",
+        *(f"pages of {report['page_size']}" for report in reports),
+        title=f"{first['model']} on {first['device']}",
+    )
+    for name in _SHOWN:
+        table.add_row(name, *(f"{report[name]:,}" for report in reports))
     console.print(table)
     if profile.seconds:
         parts = Table("part", "seconds a run", "share", "calls a run", title="where the time goes")
