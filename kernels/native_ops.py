@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from transom.kernels.kv_rows import row_dim
 from transom.kernels.ops import ACTIVATIONS, KV, Ints, Norm, Packed, Router, Tables
 
 _PTR, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -36,14 +37,14 @@ _SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     ),
     "transom_rope_and_store": (
         (
-            *(_INT, _PTR, _LONG, _LONG, _LONG, _LONG, _LONG, _PTR, _PTR, _LONG, _PTR, _PTR),
+            *(_INT, _INT, _PTR, _LONG, _LONG, _LONG, _LONG, _LONG, _PTR, _PTR, _LONG, _PTR, _PTR),
             *(_FLOAT, _FLOAT, _PTR, _PTR, _LONG, _PTR, _LONG, _PTR, _PTR, _LONG),
         ),
         None,
     ),
     "transom_attention": (
         (
-            *(_INT, _PTR, _LONG, _PTR, _PTR, _LONG, _PTR, _LONG, _PTR, _PTR),
+            *(_INT, _INT, _PTR, _LONG, _PTR, _PTR, _LONG, _PTR, _LONG, _PTR, _PTR),
             *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _PTR, _PTR),
         ),
         None,
@@ -51,6 +52,7 @@ _SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     "transom_rms_norm": ((_INT, _PTR, _LONG, _LONG, _PTR, _FLOAT, _PTR, _PTR), None),
 }
 DTYPES = (torch.float32, torch.bfloat16)
+_KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 class NativeTables(Tables):
@@ -64,7 +66,7 @@ class NativeTables(Tables):
 
 
 class NativeOps:
-    """FusedOps of one compiled library. Tensors are on the CPU, fp32 or bf16, with contiguous rows."""
+    """FusedOps of one compiled library. Tensors are on the CPU, fp32 or bf16, KV fp8 too; rows contiguous."""
 
     name = "compiled"
     device = torch.device("cpu")
@@ -244,16 +246,17 @@ class NativeOps:
     ) -> None:
         assert isinstance(tables, NativeTables)
         k, v = kv
-        kv_heads, slots, head_dim = k.shape
-        assert qkv.shape[1] == heads * head_dim + kv_heads * (head_dim + v.shape[-1])
+        kv_heads, slots, head_dim, v_head_dim = *k.shape[:2], row_dim(k), row_dim(v)
+        assert qkv.shape[1] == heads * head_dim + kv_heads * (head_dim + v_head_dim)
         self._library.transom_rope_and_store(
             _half(qkv),
+            _KV_TYPES[k.dtype],
             qkv.data_ptr(),
             qkv.stride(0),
             heads,
             kv_heads,
             head_dim,
-            v.shape[-1],
+            v_head_dim,
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
@@ -280,6 +283,7 @@ class NativeOps:
         assert isinstance(tables, NativeTables)
         self._library.transom_rope_and_store(
             _half(q),
+            0,
             q.data_ptr(),
             q.stride(0),
             heads,
@@ -313,11 +317,12 @@ class NativeOps:
     ) -> torch.Tensor:
         assert isinstance(tables, NativeTables)
         k, v = kv
-        kv_heads, slots, head_dim = k.shape
+        kv_heads, slots, head_dim, v_head_dim = *k.shape[:2], row_dim(k), row_dim(v)
         assert heads % kv_heads == 0
-        out = q.new_empty(q.shape[0], heads * v.shape[-1])
+        out = q.new_empty(q.shape[0], heads * v_head_dim)
         self._library.transom_attention(
             _half(q),
+            _KV_TYPES[k.dtype],
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),
@@ -327,7 +332,7 @@ class NativeOps:
             heads,
             kv_heads,
             head_dim,
-            v.shape[-1],
+            v_head_dim,
             window or 0,
             scale,
             sink.data_ptr() if sink is not None else None,

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 Ints = npt.NDArray[np.int64]
-KV = tuple[torch.Tensor, torch.Tensor]  # K (kv_heads, slots, head_dim) and V (kv_heads, slots, v_head_dim)
+# K (kv_heads, slots, head_dim) and V (kv_heads, slots, v_head_dim) of any dtype, or stored rows (kv_rows.py)
+KV = tuple[torch.Tensor, torch.Tensor]
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from transom.kernels.kv_rows import from_rows
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -22,17 +24,20 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend from q (batch, queries, heads, head_dim) to gathered pages; (batch, queries, heads, v_head_dim).
 
-    k_pages (kv_heads, pages in the pool, page_size, head_dim) and v_pages alike; `pages` (batch, n) lists the
-    pages of each row, keys = n * page_size. `bias` (batch, queries, keys) is 0 where a query sees a key, else
-    -inf; None means causal with query i at key i. With a `sink` (heads) the first page must be all zeros: its
-    first slot takes the sink's place in the softmax, where a V of zeros makes it worth nothing.
+    k_pages (kv_heads, pages in the pool, page_size, head_dim) and v_pages alike, or stored rows (kv_rows.py);
+    `pages` (batch, n) lists the pages of each row, keys = n * page_size. `bias` (batch, queries, keys) is 0
+    where a query sees a key, else -inf; None means causal with query i at key i. With a `sink` (heads) the
+    first page must be all zeros: its first slot takes the sink's place in the softmax, where a V of zeros
+    makes it worth nothing.
     """
     batch, count = pages.shape
     kv_heads, _, page_size, _ = k_pages.shape
     flat = pages.flatten()
     keys = count * page_size
-    k = k_pages.index_select(1, flat).view(kv_heads, batch, keys, -1)
-    v = v_pages.index_select(1, flat).view(kv_heads, batch, keys, -1)
+    k, v = (
+        from_rows(x.index_select(1, flat), q.dtype).view(kv_heads, batch, keys, -1)
+        for x in (k_pages, v_pages)
+    )
     if sink is None and q.shape[1] > 1:
         return _fused(q, k, v, bias, scale)
     assert bias is not None

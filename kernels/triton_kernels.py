@@ -21,14 +21,41 @@ def _dot(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _from_fp8(b):
+    """Values of e4m3 bytes as fp32. By their bits, as not every GPU has a type for them."""
+    bits = b.to(tl.int32)
+    size = bits & 0x7F
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    return tl.where(bits > 127, -value, value)
+
+
+@triton.jit
+def _to_fp8(x):
+    """e4m3 bytes of fp32 values, nearest, ties to even; beyond 448 the largest."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below the least normal number steps are 2^-9: adding 1.5 * 2^14 rounds to them.
+    small = (size + 24576.0).to(tl.int32, bitcast=True) - 0x46C00000
+    code = tl.where(size < 0.015625, small, normal)
+    return tl.where(x < 0.0, code | 0x80, code).to(tl.uint8)
+
+
+@triton.jit
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, spans_ptr, tiles_ptr, pages_ptr, map_ptr, sink_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
+    spans_ptr, tiles_ptr, pages_ptr, map_ptr, sink_ptr,
     q_row, slots, page_size, window, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINK: tl.constexpr, WIDE: tl.constexpr,
+    FP8: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One run of TOKENS queries of one request, for the heads of one KV head: GROUP rows a token."""
+    """One run of TOKENS queries of one request, for the heads of one KV head: GROUP rows a token.
+
+    K_ROW and V_ROW are the lengths of stored rows; with FP8 the scale pointers see the same memory as fp32.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     span = tl.load(tiles_ptr + tile * 2)
@@ -71,11 +98,14 @@ def attention_kernel(
             page = tl.load(map_ptr + page, mask=there, other=0)
         slot = base + page * page_size + at % page_size
         k = tl.load(
-            k_ptr + slot[None, :] * HEAD_DIM + d[:, None],
+            k_ptr + slot[None, :] * K_ROW + d[:, None],
             mask=there[None, :] & (d < HEAD_DIM)[:, None],
-            other=0.0,
+            other=0,
         )
-        scores = _dot(q, k, WIDE) * scale
+        if FP8:
+            by = tl.load(k_scale_ptr + slot * (K_ROW // 4) + HEAD_DIM // 4, mask=there, other=0.0)
+            k = _from_fp8(k) * by[None, :]
+        scores = _dot(q, k.to(q.dtype), WIDE) * scale
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (at[None, :] > position[:, None] - window)
@@ -87,11 +117,14 @@ def attention_kernel(
         shrink = tl.exp(most - against)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(
-            v_ptr + slot[:, None] * V_DIM + e[None, :],
+            v_ptr + slot[:, None] * V_ROW + e[None, :],
             mask=there[:, None] & (e < V_DIM)[None, :],
-            other=0.0,
+            other=0,
         )
-        sums = sums * shrink[:, None] + _dot(weights.to(v.dtype), v, WIDE)
+        if FP8:
+            by = tl.load(v_scale_ptr + slot * (V_ROW // 4) + V_DIM // 4, mask=there, other=0.0)
+            v = _from_fp8(v) * by[:, None]
+        sums = sums * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), WIDE)
         most = higher
 
     out = sums / tl.where(real, total, 1.0)[:, None]
@@ -104,13 +137,14 @@ def attention_kernel(
 
 @triton.jit
 def rope_kernel(
-    qkv_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
+    qkv_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
+    q_norm_ptr, k_norm_ptr,
     row_stride, slots, eps, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: q heads stay where they are, k and v heads go to their slot."""
+    """One head of one row: q heads stay where they are, k and v heads go to their slot (as in attention)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     source = qkv_ptr + row * row_stride + head * HEAD_DIM
@@ -143,24 +177,41 @@ def rope_kernel(
         )
     cos = tl.load(cos_ptr + position * HALF + h, mask=turned, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + h, mask=turned, other=0.0)
-    first, second, rest = (low * cos - high * sin).to(kind), (high * cos + low * sin).to(kind), rest.to(kind)
+    first, second = low * cos - high * sin, high * cos + low * sin
     # q is rotated in place: all of it is read before any is written, by whichever warp.
     tl.debug_barrier()
-    tl.store(source + h, first, mask=q_h)
-    tl.store(source + HALF + h, second, mask=q_h)
-    tl.store(source + d, rest, mask=q_d)
+    tl.store(source + h, first.to(kind), mask=q_h)
+    tl.store(source + HALF + h, second.to(kind), mask=q_h)
+    tl.store(source + d, rest.to(kind), mask=q_d)
     if KV_HEADS > 0:
         slot = tl.load(slots_ptr + row)
-        to_k = k_ptr + ((head - HEADS) * slots + slot) * HEAD_DIM
-        tl.store(to_k + h, first, mask=k_h)
-        tl.store(to_k + HALF + h, second, mask=k_h)
-        tl.store(to_k + d, rest, mask=k_d)
+        at_k = (head - HEADS) * slots + slot
+        to_k = k_ptr + at_k * K_ROW
+        if FP8:
+            # What is not finite must not get lost: the maximum may leave it out, the sum does not.
+            wrong = tl.sum(first - first, 0) + tl.sum(second - second, 0) + tl.sum(rest - rest, 0)
+            most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+            most = tl.maximum(most, tl.max(tl.abs(rest), 0)) / 448.0 + wrong
+            by = tl.where(most == 0.0, 1.0, most)
+            first, second, rest = _to_fp8(first / by), _to_fp8(second / by), _to_fp8(rest / by)
+            scale = most + 0.0 * h.to(tl.float32)
+            tl.store(k_scale_ptr + at_k * (K_ROW // 4) + HEAD_DIM // 4 + h, scale, mask=k_h & (h < 1))
+        pool = k_ptr.dtype.element_ty
+        tl.store(to_k + h, first.to(pool), mask=k_h)
+        tl.store(to_k + HALF + h, second.to(pool), mask=k_h)
+        tl.store(to_k + d, rest.to(pool), mask=k_d)
         number = head - HEADS - KV_HEADS
         e = tl.arange(0, V_PAD)
         inside = (e < V_DIM) & (number + 0 * e >= 0)
         from_v = qkv_ptr + row * row_stride + (HEADS + KV_HEADS) * HEAD_DIM + number * V_DIM
         v = tl.load(from_v + e, mask=inside, other=0.0).to(tl.float32) * value_scale
-        tl.store(v_ptr + (number * slots + slot) * V_DIM + e, v.to(kind), mask=inside)
+        at_v = number * slots + slot
+        if FP8:
+            most = tl.max(tl.abs(v), 0) / 448.0 + tl.sum(v - v, 0)
+            scale = most + 0.0 * e.to(tl.float32)
+            tl.store(v_scale_ptr + at_v * (V_ROW // 4) + V_DIM // 4 + e, scale, mask=inside & (e < 1))
+            v = _to_fp8(v / tl.where(most == 0.0, 1.0, most))
+        tl.store(v_ptr + at_v * V_ROW + e, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 from torch.nn import functional
 
 from transom.kernels import triton_kernels as kernels
+from transom.kernels.kv_rows import row_dim
 from transom.kernels.moe import route_tokens
 from transom.kernels.ops import KV, Ints, Norm, Packed, Router, Tables
 
@@ -192,9 +193,9 @@ class TritonOps:
     ) -> None:
         assert isinstance(tables, DeviceTables)
         k, v = kv
-        kv_heads, slots, head_dim = k.shape
+        kv_heads, slots, _ = k.shape
         self._rope(
-            qkv, (heads, kv_heads, head_dim, v.shape[-1]), cos, sin, tables,
+            qkv, (heads, kv_heads, row_dim(k), row_dim(v)), cos, sin, tables,
             (k, v, tables.slots(full), slots), value_scale, q_norm, k_norm,
         )  # fmt: skip
 
@@ -227,8 +228,8 @@ class TritonOps:
     ) -> torch.Tensor:
         assert isinstance(tables, DeviceTables)
         k, v = kv
-        kv_heads, slots, head_dim = k.shape
-        v_dim = v.shape[-1]
+        kv_heads, slots, _ = k.shape
+        head_dim, v_dim = row_dim(k), row_dim(v)
         group = heads // kv_heads
         single = bool((tables.spans[:, 2] == 1).all())
         tokens = 1 if single else max(_QUERY_ROWS // group, 1)
@@ -237,12 +238,14 @@ class TritonOps:
         self._launch(
             kernels.attention_kernel,
             (len(tiles), kv_heads),
-            q, k, v, out, tables.device_spans, tiles, tables.device_pages, tables.device_map,
+            q, k, v, _scales(k), _scales(v), out,
+            tables.device_spans, tiles, tables.device_pages, tables.device_map,
             q if sink is None else sink,
             q.stride(0), slots, tables.page_size, window or 0, scale,
             HEADS=heads, GROUP=group, HEAD_DIM=head_dim, V_DIM=v_dim,
             HEAD_PAD=_pad(head_dim), V_PAD=_pad(v_dim), ROWS=_pad(tokens * group), TOKENS=tokens, KEYS=_KEYS,
             MAPPED=not full, WINDOWED=window is not None, SINK=sink is not None, WIDE=self._wide,
+            FP8=k.dtype == torch.uint8, K_ROW=k.shape[-1], V_ROW=v.shape[-1],
         )  # fmt: skip
         return out
 
@@ -266,11 +269,11 @@ class TritonOps:
         self._launch(
             kernels.rope_kernel,
             (len(qkv), heads + 2 * kv_heads),
-            qkv, k, v, cos, sin, tables.positions, slots,
+            qkv, k, v, _scales(k), _scales(v), cos, sin, tables.positions, slots,
             q_weight, k_weight, qkv.stride(0), count, q_norm.eps if q_norm else 0.0, value_scale,
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, V_DIM=v_dim,
             HALF=half, HALF_PAD=_pad(half, 1), HEAD_PAD=_pad(head_dim, 1), V_PAD=_pad(v_dim, 1),
-            NORM=q_norm is not None,
+            NORM=q_norm is not None, FP8=k.dtype == torch.uint8, K_ROW=k.shape[-1], V_ROW=v.shape[-1],
         )  # fmt: skip
 
     def _add(self, y: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
@@ -281,6 +284,11 @@ class TritonOps:
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         if all(grid):
             kernel[grid](*arguments, **constants)
+
+
+def _scales(rows: torch.Tensor) -> torch.Tensor:
+    """Return fp8 rows as fp32, of which the last of each is its scale; other rows as they are."""
+    return rows.view(torch.float32) if rows.dtype == torch.uint8 else rows
 
 
 def _blocks(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

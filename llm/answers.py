@@ -58,7 +58,7 @@ class Answers:
         if begin != self._whole_pages(key) or end % self._page or end > len(key) + len(output_ids):
             logger.warning("the answer of %s, %d to %d, does not fit its prompt", request_id, begin, end)
             return
-        if not all(bool(tensor.isfinite().all()) for tensor in host.tensors):
+        if not host.finite:
             logger.warning("the answer of %s is not cached: its KV is not finite", request_id)
             return
         key = key.extended(output_ids[: end - len(key)])

@@ -16,8 +16,14 @@ class LlmConfig(StageConfig):
     threads: int = setting(1, "CPU threads for tensor work in this process; 0: all cores", ge=0, le=1024)
     dtype: str = setting(
         "auto",
-        "dtype of weights and KV; auto is float32 on a CPU, else bfloat16",
+        "dtype of weights and activations; auto is float32 on a CPU, else bfloat16",
         choices=("auto", "float32", "bfloat16"),
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "dtype of the KV pools; auto is that of the weights, fp8 a quarter of float32's memory for less exact"
+        " attention. The same for prefill and decode workers",
+        choices=("auto", "float32", "bfloat16", "fp8"),
     )
     kernels: str = setting(
         "auto",

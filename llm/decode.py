@@ -20,9 +20,10 @@ from transom.errors import (
     UnavailableError,
     from_info,
 )
+from transom.llm.capacity import answer_margin
 from transom.llm.config import DecodeConfig
 from transom.llm.constraint import Constraint
-from transom.llm.kv_transfer import handoff_bytes, pack_kv, unpack_kv
+from transom.llm.kv_transfer import handoff_bytes, kv_name, pack_kv, unpack_kv
 from transom.llm.request import (
     AnswerEvent,
     Drop,
@@ -34,9 +35,9 @@ from transom.llm.request import (
     StartedEvent,
     TokenEvent,
 )
-from transom.llm.worker import GB, LlmStage, check_deadline, pick_device, pick_dtype
+from transom.llm.worker import GB, LlmStage, check_deadline
 from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, KVReturn, RequestFailed, TokenChunk
-from transom.transport import Received, Transport
+from transom.transport import Received
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,6 @@ class DecodeStage(LlmStage):
         self._queue: dict[str, _Job] = {}  # not granted yet, oldest first
         self._queued_tokens = 0
         self._promised_bytes = 0
-
-    async def start(self, transport: Transport) -> None:
-        await super().start(transport)
-        self._dtype_bytes = pick_dtype(self.config.dtype, pick_device(self.config.device)).itemsize
 
     def load(self) -> dict[str, float]:
         return {
@@ -104,8 +101,8 @@ class DecodeStage(LlmStage):
             return
         self.transport.watch(reserve.gateway)
         self.transport.watch(reserve.prefill)
-        margin = 2 * self.config.page_size
-        need = handoff_bytes(self.model.config, reserve.prompt_len, self._dtype_bytes, margin)
+        margin = answer_margin(self.config.page_size)
+        need = handoff_bytes(self.model.config, reserve.prompt_len, self.kv_dtype.itemsize, margin)
         try:
             self._check_admissible(reserve, need)
         except TransomError as error:
@@ -119,6 +116,12 @@ class DecodeStage(LlmStage):
         if self.draining:
             raise UnavailableError("the decode worker is shutting down")
         check_deadline(reserve.deadline_s, time.time())
+        own = kv_name(self.kv_dtype)
+        if reserve.kv_dtype != own:
+            raise UnavailableError(
+                f"the prefill worker has KV in {reserve.kv_dtype or 'an unknown dtype'}, the decode worker in"
+                f" {own}: they need the same kv_dtype"
+            )
         if reserve.prompt_len >= self.engine.context_len:
             raise ContextLengthError(
                 f"the prompt has {reserve.prompt_len} tokens; decode has room for {self.engine.context_len},"
@@ -161,7 +164,7 @@ class DecodeStage(LlmStage):
             self.report(handoff.gateway, request_id, TransomError("decode holds no room for this request"))
             return
         try:
-            host_kv = unpack_kv(handoff, received.frames, self.model.config)
+            host_kv = unpack_kv(handoff, received.frames, self.model.config, self.kv_dtype)
         except TransomError as error:
             self._fail(request_id, error)
             return

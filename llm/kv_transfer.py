@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from transom.errors import ProtocolError, TransomError
+from transom.kernels.kv_rows import FP8, stored_dtype, stored_size
 from transom.llm.capacity import token_bytes
 from transom.llm.model.spec import DecoderConfig, LayerSpec
 from transom.llm.pools import HostKV
@@ -29,7 +30,14 @@ _WIRE: dict[torch.dtype, Dtype] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
+    torch.uint8: "uint8",
 }
+_KV_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", FP8: "fp8"}
+
+
+def kv_name(dtype: torch.dtype) -> str:
+    """Return the name of a KV dtype, as in the setting kv_dtype."""
+    return _KV_NAMES[dtype]
 
 
 def to_frame(tensor: torch.Tensor) -> tuple[TensorMeta, memoryview]:
@@ -43,6 +51,10 @@ def from_frame(meta: TensorMeta, frame: Frame) -> torch.Tensor:
     dtype = _TORCH.get(meta.dtype)
     if dtype is None:
         raise ProtocolError(f"tensor of {meta.dtype}, expected {', '.join(_TORCH)}")
+    return _over(meta, frame, dtype)
+
+
+def _over(meta: TensorMeta, frame: Frame, dtype: torch.dtype) -> torch.Tensor:
     view = memoryview(frame)
     if not view.nbytes:
         return torch.empty(meta.shape, dtype=dtype)
@@ -56,8 +68,10 @@ def pack_kv(host_kv: HostKV) -> tuple[tuple[TensorMeta, ...], list[Frame]]:
     return metas, list(frames)
 
 
-def unpack_kv(handoff: KVHandoff, frames: Sequence[Frame], config: DecoderConfig) -> HostKV:
-    """Return the KV that came with `handoff`; raise ProtocolError unless it fits the model."""
+def unpack_kv(
+    handoff: KVHandoff, frames: Sequence[Frame], config: DecoderConfig, dtype: torch.dtype
+) -> HostKV:
+    """Return the KV that came with `handoff`; raise ProtocolError unless it fits model and `dtype`."""
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
     length, swa_len = handoff.prompt_len, handoff.swa_len
@@ -66,18 +80,20 @@ def unpack_kv(handoff: KVHandoff, frames: Sequence[Frame], config: DecoderConfig
         raise ProtocolError(f"prompt_len is {length}, but {len(handoff.prompt_ids)} prompt ids came")
     if not min(length, window - 1) <= swa_len <= length:
         raise ProtocolError(f"swa_len is {swa_len}, needed {min(length, window - 1)} to {length}")
-    full_k, full_v, swa_k, swa_v = _tensors(handoff, frames, [(full, length), (swa, swa_len)])
+    full_k, full_v, swa_k, swa_v = _tensors(handoff, frames, [(full, length), (swa, swa_len)], dtype)
     return HostKV(length, swa_len, full_k, full_v, swa_k, swa_v)
 
 
-def unpack_return(message: KVReturn, frames: Sequence[Frame], config: DecoderConfig) -> HostKV:
-    """Return the KV of an answer; raise ProtocolError unless it fits the model."""
+def unpack_return(
+    message: KVReturn, frames: Sequence[Frame], config: DecoderConfig, dtype: torch.dtype
+) -> HostKV:
+    """Return the KV of an answer; raise ProtocolError unless it fits model and `dtype`."""
     full = [spec for spec in config.layers if spec.full]
     swa = [spec for spec in config.layers if not spec.full]
     begin, end, swa_len = message.begin, message.end, message.swa_len
     if not (0 <= begin < end and 0 <= swa_len <= end):
         raise ProtocolError(f"KV from {begin} to {end} with {swa_len} of SWA")
-    full_k, full_v, swa_k, swa_v = _tensors(message, frames, [(full, end - begin), (swa, swa_len)])
+    full_k, full_v, swa_k, swa_v = _tensors(message, frames, [(full, end - begin), (swa, swa_len)], dtype)
     return HostKV(end, swa_len, full_k, full_v, swa_k, swa_v, begin)
 
 
@@ -85,17 +101,25 @@ def _tensors(
     message: KVHandoff | KVReturn,
     frames: Sequence[Frame],
     parts: Sequence[tuple[Sequence[LayerSpec], int]],
+    dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    expected = [shape for specs, tokens in parts for shape in _kv_shapes(specs, tokens)]
+    stored = stored_dtype(dtype)
+    other = {meta.dtype for meta in message.tensors} - {_WIRE[stored]}
+    if other:
+        raise ProtocolError(
+            f"KV of {', '.join(sorted(other))} for pools of {kv_name(dtype)}: prefill and decode workers need"
+            " the same kv_dtype"
+        )
+    expected = [shape for specs, tokens in parts for shape in _kv_shapes(specs, tokens, dtype)]
     shapes = [meta.shape for meta in message.tensors]
     if shapes != expected:
         raise ProtocolError(f"KV of shapes {shapes}, expected {expected}: another model?")
-    return [from_frame(meta, frame) for meta, frame in zip(message.tensors, frames, strict=True)]
+    return [_over(meta, frame, stored) for meta, frame in zip(message.tensors, frames, strict=True)]
 
 
-def _kv_shapes(specs: Sequence[LayerSpec], tokens: int) -> list[tuple[int, ...]]:
+def _kv_shapes(specs: Sequence[LayerSpec], tokens: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
     head = len(specs), tokens, specs[0].kv_heads
-    return [(*head, specs[0].head_dim), (*head, specs[0].v_head_dim)]
+    return [(*head, stored_size(dim, dtype)) for dim in (specs[0].head_dim, specs[0].v_head_dim)]
 
 
 def handoff_bytes(config: DecoderConfig, prompt_len: int, dtype_bytes: int, margin: int = 0) -> int:

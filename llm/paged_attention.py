@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from transom.kernels.kv_rows import to_rows
 from transom.kernels.paged_attention import paged_attention
 from transom.llm.model.spec import LayerSpec
 from transom.llm.pools import NULL_PAGE, DualPools, RequestKV
@@ -96,8 +97,8 @@ class PagedAttention:
         kind = self._kinds[spec.full]
         store = self._pools.full if spec.full else self._pools.swa
         index = self._pools.index_of[layer]
-        store.k_slots[index].index_copy_(1, kind.slots, k.transpose(0, 1))
-        store.v_slots[index].index_copy_(1, kind.slots, v.transpose(0, 1))
+        for slots, new in ((store.k_slots[index], k), (store.v_slots[index], v)):
+            slots.index_copy_(1, kind.slots, to_rows(new, slots.dtype).transpose(0, 1))
         outputs = []
         for group in kind.groups:
             rows = q[group.begin : group.end] if group.gather is None else q.index_select(0, group.gather)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from transom.errors import OverloadedError
+from transom.kernels.kv_rows import all_finite, stored_dtype, stored_size
 from transom.llm.capacity import PoolPlan, pages_for
 from transom.llm.model.spec import DecoderConfig, LayerSpec
 
@@ -74,7 +75,10 @@ class PageAllocator:
 
 
 class KVStore:
-    """K and V of the layers of one kind: (layers, kv_heads, pages, page_size, dim)."""
+    """K and V of the layers of one kind: (layers, kv_heads, pages, page_size, dim).
+
+    Of fp8, `dim` counts the bytes of a stored row, its scale included (transom.kernels.kv_rows).
+    """
 
     def __init__(
         self, specs: Sequence[LayerSpec], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -83,8 +87,10 @@ class KVStore:
         assert len(shapes) == 1, f"layers of one kind differ in their KV shape: {shapes}"
         kv_heads, head_dim, v_head_dim = shapes.pop()
         shape = len(specs), kv_heads, pages, page_size
-        self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty(*shape, v_head_dim, dtype=dtype, device=device)
+        self.k, self.v = (
+            torch.empty(*shape, stored_size(dim, dtype), dtype=stored_dtype(dtype), device=device)
+            for dim in (head_dim, v_head_dim)
+        )
         self.zero([NULL_PAGE])
         # Views by slot, (kv_heads, slots, dim) a layer, made once: a view costs as much as a small kernel.
         self.k_slots = list(self.k.flatten(2, 3).unbind(0))
@@ -107,17 +113,19 @@ class KVStore:
         return k, v
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store rows (layers, tokens, kv_heads, dim) at `slots` of all layers."""
+        """Store rows (layers, tokens, kv_heads, dim), read from such a store, at `slots` of all layers."""
         for pool, rows in ((self.k, k), (self.v, v)):
-            pool.flatten(2, 3).index_copy_(2, slots, rows.to(pool.device, pool.dtype).transpose(1, 2))
+            assert rows.dtype == pool.dtype, f"rows of {rows.dtype} for a pool of {pool.dtype}"
+            pool.flatten(2, 3).index_copy_(2, slots, rows.to(pool.device).transpose(1, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class HostKV:
     """A request's KV outside the pools: handed over or retracted. Host memory, owned by the holder.
 
-    full_* are (full layers, length - begin, kv_heads, dim); swa_* (SWA layers, swa_len, kv_heads, dim) hold
-    the last `swa_len` positions only. `begin` is 0 but for an answer on its way back to the prefix cache.
+    Rows are as the pools store them: full_* (full layers, length - begin, kv_heads, dim); swa_* (SWA layers,
+    swa_len, kv_heads, dim) hold the last `swa_len` positions only. `begin` is 0 but for an answer on its way
+    back to the prefix cache.
     """
 
     length: int
@@ -135,6 +143,11 @@ class HostKV:
     @property
     def size_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self.tensors)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no row holds a NaN or an infinity."""
+        return all(map(all_finite, self.tensors))
 
 
 @dataclass(slots=True, eq=False)

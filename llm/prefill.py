@@ -23,7 +23,7 @@ from transom.errors import (
 )
 from transom.llm.config import PrefillConfig
 from transom.llm.constraint import Constraint
-from transom.llm.kv_transfer import ZmqKVTransfer, from_frame, unpack_return
+from transom.llm.kv_transfer import ZmqKVTransfer, from_frame, kv_name, unpack_return
 from transom.llm.prompt import Frame, PromptAssembler
 from transom.llm.request import (
     Drop,
@@ -124,7 +124,7 @@ class PrefillStage(LlmStage):
             case EmbeddingChunk():
                 self._take_chunk(message, received.frames[0])
             case KVReturn():
-                host_kv = unpack_return(message, received.frames, self.model.config)
+                host_kv = unpack_return(message, received.frames, self.model.config, self.kv_dtype)
                 self.engine.submit(KeepAnswer(message.request_id, message.output_ids, host_kv))
             case KVGrant():
                 self._transfer.granted(message.request_id)
@@ -273,6 +273,7 @@ class PrefillStage(LlmStage):
                 gateway=own.job.gateway,
                 deadline_s=own.job.deadline_s,
                 priority=own.job.priority,
+                kv_dtype=kv_name(self.kv_dtype),
             )
             self._transfer.reserve(reserve, own.job.decode)
 

@@ -21,14 +21,17 @@ from llguidance import LLTokenizer
 from transom.errors import ConfigError, DeadlineError, TransomError
 from transom.grammar import GrammarCompiler, grammar_tokenizer
 from transom.hub import resolve_model
+from transom.kernels.kv_rows import FP8, SCALE_BYTES
 from transom.kernels.pick import KernelPick
-from transom.llm.capacity import plan_pools
+from transom.llm.capacity import answer_margin, plan_pools
 from transom.llm.config import LlmConfig, PrefillConfig
 from transom.llm.constraint import Constraint
 from transom.llm.engine import Engine, EngineLimits
+from transom.llm.kv_transfer import kv_name
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.fused import FusedModel, fused
 from transom.llm.model.loader import load_language_model
+from transom.llm.model.spec import DecoderConfig
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
@@ -81,6 +84,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
+def pick_kv_dtype(config: LlmConfig) -> torch.dtype:
+    """Return the dtype of the KV pools; "auto" is that of the weights."""
+    if config.kv_dtype == "fp8":
+        return FP8
+    name = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
+    return pick_dtype(name, pick_device(config.device))
+
+
 Model = CausalLM | FusedModel
 
 
@@ -93,12 +104,13 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
     dtype = pick_dtype(config.dtype, device)
     # The MTP modules draft tokens; without speculative decoding nothing would run them.
     model = load_language_model(resolve_model(config.model), dtype=dtype, device=device, mtp=False)
-    # Where an answer ends inside of a page, the window before its last full page is cached.
-    margin = 2 * config.page_size if _keeps_answers(config) else 0
+    kv_dtype = pick_kv_dtype(config)
+    _check_fp8(model.config, kv_dtype)
+    margin = answer_margin(config.page_size) if _keeps_answers(config) else 0
     plan = plan_pools(
         model.config,
         budget_bytes=int(config.kv_memory_gb * GB),
-        dtype_bytes=dtype.itemsize,
+        dtype_bytes=kv_dtype.itemsize,
         page_size=config.page_size,
         typical_len=config.typical_context_len,
         release_interval=config.swa_release_interval,
@@ -106,7 +118,12 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         margin=margin,
     )
     logger.info(
-        "%s on %s in %s: %s", config.model, device, str(dtype).removeprefix("torch."), plan.describe()
+        "%s on %s in %s, KV in %s: %s",
+        config.model,
+        device,
+        str(dtype).removeprefix("torch."),
+        kv_name(kv_dtype),
+        plan.describe(),
     )
     limits = EngineLimits(
         batch_tokens=config.max_batch_tokens,
@@ -116,7 +133,9 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
     )
     ops = kernels.ops(wait_s=config.kernel_build_wait_s, threads=threads)
     fast = fused(model, ops) if ops is not None else None
-    pools = DualPools(model.config, plan, dtype=dtype, device=device, margin=margin, clear_pages=fast is None)
+    pools = DualPools(
+        model.config, plan, dtype=kv_dtype, device=device, margin=margin, clear_pages=fast is None
+    )
     cache = None
     if isinstance(config, PrefillConfig) and config.prefix_cache:
         policy = RetentionPolicy(
@@ -133,6 +152,15 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
     runs: Model = fast or model
     engine = Engine(runs, pools, limits, emit, order=order, cache=cache)
     return engine, runs
+
+
+def _check_fp8(config: DecoderConfig, kv_dtype: torch.dtype) -> None:
+    """Refuse fp8 for heads that would leave the scale of a row unaligned."""
+    sizes = {dim for spec in config.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % SCALE_BYTES}
+    if kv_dtype == FP8 and sizes:
+        raise ConfigError(
+            f"kv_dtype fp8: head sizes must be multiples of {SCALE_BYTES}, the model has {sorted(sizes)}"
+        )
 
 
 def _keeps_answers(config: LlmConfig) -> bool:
@@ -178,6 +206,7 @@ class LlmStage(Stage):
 
     async def start(self, transport: Transport) -> None:
         self.transport = transport
+        self.kv_dtype = pick_kv_dtype(self.config)
         loop = asyncio.get_running_loop()
 
         def emit(events: list[Event]) -> None:

@@ -202,6 +202,7 @@ class KVReserve(msgspec.Struct, frozen=True, kw_only=True, tag="kv_reserve"):
     gateway: str
     deadline_s: float
     priority: int = 0
+    kv_dtype: str = ""  # of the pools on both sides, as in the setting
 
 
 class KVGrant(msgspec.Struct, frozen=True, kw_only=True, tag="kv_grant"):

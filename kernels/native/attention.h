@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "kv_rows.h"
 #include "pages.h"
 
 #if TRANSOM_LANES >= 8
@@ -15,10 +16,10 @@ constexpr int64_t KEYS = 64;  // keys of a tile
 static_assert(KEYS % NR == 0, "a tile of keys is whole panels");
 constexpr int64_t TILE_ROWS = 96;  // query rows (tokens * heads of a KV head) that share the work on K and V
 
-template <typename T>
+template <typename K>
 struct Paged {
-  const T* k;  // (kv_heads, slots, head_dim)
-  const T* v;  // (kv_heads, slots, v_head_dim)
+  const K* k;  // (kv_heads, slots, head_dim + EXTRA)
+  const K* v;  // (kv_heads, slots, v_head_dim + EXTRA)
   int64_t slots;
   Tables tables;
   int64_t heads, kv_heads, head_dim, v_head_dim, window;  // window 0: all earlier keys
@@ -53,18 +54,11 @@ static inline void transpose8(const float* const (&rows)[8], int64_t size, float
     for (int i = 0; i < 8; i++) to[d * KEYS + i] = rows[i][d];
 }
 
-static inline const float* as_floats(const float* row, int64_t, float*) { return row; }
-
-static inline const float* as_floats(const bf16* row, int64_t size, float* to) {
-  for (int64_t d = 0; d < size; d += LANES) store_some(to + d, load_some(row + d, size - d), size - d);
-  return to;
-}
-
 // One span, KV head and run of query tokens: everything a task needs.
-template <typename T>
+template <typename K>
 class Tile {
  public:
-  Tile(const Paged<T>& kv, const Span& span, int64_t head, int64_t begin, int64_t tokens)
+  Tile(const Paged<K>& kv, const Span& span, int64_t head, int64_t begin, int64_t tokens)
       : kv_(kv), span_(span), head_(head), begin_(begin), tokens_(tokens), group_(kv.heads / kv.kv_heads),
         rows_(tokens * group_), wide_(panels_of(kv.v_head_dim) * NR) {
     queries_ = scratch(0, rows_ * kv.head_dim);
@@ -78,6 +72,7 @@ class Tile {
   }
 
   // q and out are (tokens, heads, dim) from the span's first row on.
+  template <typename T>
   void run(const T* q, int64_t q_row, T* out) {
     pack_rows(rows_, kv_.head_dim, queries_, [&](int64_t row, float* to, int64_t stride) {
       const T* x = q + (begin_ + row / group_) * q_row + (head_ * group_ + row % group_) * kv_.head_dim;
@@ -108,7 +103,13 @@ class Tile {
     return kv_.window && position >= kv_.window ? position - kv_.window + 1 : 0;
   }
 
-  int64_t slot(int64_t position) const { return kv_.tables.slot(span_, position); }
+  const K* key_at(int64_t position) const {
+    return kv_.k + (head_ * kv_.slots + kv_.tables.slot(span_, position)) * (kv_.head_dim + EXTRA<K>);
+  }
+
+  const K* value_at(int64_t position) const {
+    return kv_.v + (head_ * kv_.slots + kv_.tables.slot(span_, position)) * (kv_.v_head_dim + EXTRA<K>);
+  }
 
   // scores[row][from..to) = q . k of the tile's keys.
   void score(int64_t tile, int64_t from, int64_t to) {
@@ -119,9 +120,7 @@ class Tile {
       const float* rows[8];
       for (int i = 0; i < 8; i++) {
         bool there = lane + i >= from && lane + i < to;
-        rows[i] = !there ? zeros
-                         : as_floats(kv_.k + (head_ * kv_.slots + slot(tile + lane + i)) * kv_.head_dim, kv_.head_dim,
-                                     row_ + i * kv_.head_dim);
+        rows[i] = there ? as_floats(key_at(tile + lane + i), kv_.head_dim, row_ + i * kv_.head_dim) : zeros;
       }
       transpose8(rows, kv_.head_dim, keys_ + lane);
     }
@@ -170,10 +169,16 @@ class Tile {
   }
 
   void add_values(int64_t tile, int64_t from, int64_t to) {
-    const T* v = kv_.v + head_ * kv_.slots * kv_.v_head_dim;
+    if constexpr (EXTRA<K> > 0) {
+      // The values' scales go into the weights: a multiplication a key and row instead of one a value.
+      for (int64_t key = from; key < to; key++) {
+        float scale = scale_of(value_at(tile + key), kv_.v_head_dim);
+        for (int64_t row = 0; row < rows_; row++) scores_[row * KEYS + key] *= scale;
+      }
+    }
     if (rows_ > 2 * MR || kv_.v_head_dim % NR) {
       for (int64_t key = from; key < to; key++) {
-        const T* row = v + slot(tile + key) * kv_.v_head_dim;
+        const K* row = value_at(tile + key);
         for (int64_t d = 0; d < wide_; d += LANES)
           store(values_ + key * wide_ + d, load_some(row + d, kv_.v_head_dim - d));
       }
@@ -183,7 +188,7 @@ class Tile {
     for (int64_t key = from; key < to;) {
       int64_t end = kv_.tables.page_end(tile + key) - tile;
       end = end < to ? end : to;
-      add_run(v + slot(tile + key) * kv_.v_head_dim, kv_.v_head_dim, key, end - key);
+      add_run(value_at(tile + key), kv_.v_head_dim + EXTRA<K>, key, end - key);
       key = end;
     }
   }
@@ -208,15 +213,15 @@ class Tile {
         });
   }
 
-  const Paged<T>& kv_;
+  const Paged<K>& kv_;
   const Span& span_;
   int64_t head_, begin_, tokens_, group_, rows_, wide_;
   float *queries_, *scores_, *sums_, *most_, *total_, *keys_, *values_, *row_;
 };
 
 // q is (rows, q_row) with the heads in front, out (rows, heads, v_head_dim).
-template <typename T>
-static void attention(const Paged<T>& kv, const T* q, int64_t q_row, T* out) {
+template <typename T, typename K>
+static void attention(const Paged<K>& kv, const T* q, int64_t q_row, T* out) {
   struct Task {
     const Span* span;
     int64_t begin, tokens;
@@ -229,7 +234,7 @@ static void attention(const Paged<T>& kv, const T* q, int64_t q_row, T* out) {
       tasks.push_back({span, begin, span->count - begin < step ? span->count - begin : step});
   parallel(int64_t(tasks.size()) * kv.kv_heads, [&](int64_t i) {
     const Task& task = tasks[i / kv.kv_heads];
-    Tile<T> tile(kv, *task.span, i % kv.kv_heads, task.begin, task.tokens);
+    Tile<K> tile(kv, *task.span, i % kv.kv_heads, task.begin, task.tokens);
     tile.run(q + task.span->row * q_row, q_row, out + task.span->row * kv.heads * kv.v_head_dim);
   });
 }

@@ -1,6 +1,7 @@
 // The C interface that transom.kernels.native binds: plain pointers and sizes, one call an op.
 //
-// `half` says that activations and KV are bf16 instead of fp32, `packed_half` the same of the weight panels.
+// `half` says that activations are bf16 instead of fp32, `packed_half` the same of the weight panels; `kv` counts
+// what K and V are: fp32, bf16, fp8 rows.
 // Pointers are valid for the call; calls of one process never overlap, except those that say so.
 
 #include "attention.h"
@@ -19,6 +20,16 @@ static inline void with_types(int half, int packed_half, F&& f) {
   }
   if (packed_half) return f((float*)nullptr, (bf16*)nullptr);
   return f((float*)nullptr, (float*)nullptr);
+}
+
+// Call f(activation, kv) with null pointers of the two types.
+template <typename F>
+static inline void with_kv(int half, int kv, F&& f) {
+  with_types(half, 0, [&](auto t, auto) {
+    if (kv == 2) return f(t, (fp8*)nullptr);
+    if (kv == 1) return f(t, (bf16*)nullptr);
+    return f(t, (float*)nullptr);
+  });
 }
 
 EXPORT int transom_lanes() { return LANES; }
@@ -56,30 +67,33 @@ EXPORT void transom_moe(int half, int packed_half, const void* x, int64_t rows, 
   });
 }
 
-EXPORT void transom_rope_and_store(int half, void* qkv, int64_t row, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                   int64_t v_head_dim, const float* cos, const float* sin, int64_t half_dim,
-                                   const float* q_norm, const float* k_norm, float eps, float value_scale, void* k,
+EXPORT void transom_rope_and_store(int half, int kv, void* qkv, int64_t row, int64_t heads, int64_t kv_heads,
+                                   int64_t head_dim, int64_t v_head_dim, const float* cos, const float* sin,
+                                   int64_t half_dim, const float* q_norm, const float* k_norm, float eps, float value_scale, void* k,
                                    void* v, int64_t slots, const int64_t* spans, int64_t span_count,
                                    const int64_t* pages, const int64_t* map, int64_t page_size) {
   Tables tables{(const Span*)spans, span_count, pages, map, page_size};
-  with_types(half, 0, [&](auto t, auto) {
+  with_kv(half, kv, [&](auto t, auto p) {
     using T = decltype(t);
-    Heads<std::remove_pointer_t<T>> h{(T)qkv, row, heads,  kv_heads, head_dim,    v_head_dim, cos,   sin,   half_dim,
-                                      q_norm, k_norm, eps, value_scale, (T)k, (T)v, slots, tables};
+    using K = decltype(p);
+    Heads<std::remove_pointer_t<T>, std::remove_pointer_t<K>> h{
+        (T)qkv, row,    heads,  kv_heads, head_dim,    v_head_dim, cos,  sin,   half_dim,
+        q_norm, k_norm, eps, value_scale, (K)k, (K)v, slots, tables};
     rope_and_store(h);
   });
 }
 
-EXPORT void transom_attention(int half, const void* q, int64_t q_row, const void* k, const void* v, int64_t slots,
+EXPORT void transom_attention(int half, int kv, const void* q, int64_t q_row, const void* k, const void* v, int64_t slots,
                               const int64_t* spans, int64_t span_count, const int64_t* pages, const int64_t* map,
                               int64_t page_size, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t v_head_dim,
                               int64_t window, float scale, const float* sink, void* out) {
   Tables tables{(const Span*)spans, span_count, pages, map, page_size};
-  with_types(half, 0, [&](auto t, auto) {
+  with_kv(half, kv, [&](auto t, auto p) {
     using T = decltype(t);
-    Paged<std::remove_pointer_t<T>> kv{(T)k,     (T)v,       slots,  tables, heads, kv_heads,
-                                       head_dim, v_head_dim, window, scale,  sink};
-    attention(kv, (T)q, q_row, (T)out);
+    using K = decltype(p);
+    Paged<std::remove_pointer_t<K>> paged{(K)k,     (K)v,       slots,  tables, heads, kv_heads,
+                                          head_dim, v_head_dim, window, scale,  sink};
+    attention(paged, (T)q, q_row, (T)out);
   });
 }
 

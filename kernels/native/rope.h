@@ -2,9 +2,10 @@
 #pragma once
 
 #include "gemm.h"
+#include "kv_rows.h"
 #include "pages.h"
 
-template <typename T>
+template <typename T, typename K>
 struct Heads {
   T* qkv;  // (tokens, all q heads | all k heads | all v heads); q is changed in place
   int64_t row, heads, kv_heads, head_dim, v_head_dim;
@@ -12,15 +13,15 @@ struct Heads {
   int64_t half;
   const float *q_norm, *k_norm;  // (head_dim) or null
   float eps, value_scale;
-  T *k, *v;  // (kv_heads, slots, dim)
+  K *k, *v;  // (kv_heads, slots, dim + EXTRA)
   int64_t slots;
   Tables tables;
 };
 
 // Norm and rotate one head, half-split over its first 2 * half dims; `to` may be `x`.
-template <typename T>
+template <typename T, typename O>
 static inline void rotate(const T* x, int64_t size, const float* norm, float eps, const float* cos, const float* sin,
-                          int64_t half, T* to) {
+                          int64_t half, O* to) {
   float values[size];
   float factor = norm ? inverse_rms(x, size, eps) : 1.f;
   for (int64_t d = 0; d < size; d++) values[d] = norm ? to_float(x[d]) * factor * norm[d] : to_float(x[d]);
@@ -31,8 +32,20 @@ static inline void rotate(const T* x, int64_t size, const float* norm, float eps
   for (int64_t d = 2 * half; d < size; d++) put(to + d, values[d]);
 }
 
-template <typename T>
-static void rope_and_store(const Heads<T>& h) {
+// Let `write` fill a row of the pool: in place, or for fp8 as floats, whose scale is known only at the end.
+template <typename K, typename F>
+static inline void through_floats(K* to, int64_t size, F&& write) {
+  if constexpr (EXTRA<K> > 0) {
+    float row[size];
+    write(row);
+    put_kv(to, row, size);
+  } else {
+    write(to);
+  }
+}
+
+template <typename T, typename K>
+static void rope_and_store(const Heads<T, K>& h) {
   constexpr int64_t CHUNK = 32;
   struct Task {
     const Span* span;
@@ -53,12 +66,17 @@ static void rope_and_store(const Heads<T>& h) {
       if (h.kv_heads == 0) continue;
       int64_t slot = h.tables.slot(span, position);
       T* k = q;
-      for (int64_t i = 0; i < h.kv_heads; i++, k += h.head_dim)
-        rotate(k, h.head_dim, h.k_norm, h.eps, cos, sin, h.half, h.k + (i * h.slots + slot) * h.head_dim);
+      for (int64_t i = 0; i < h.kv_heads; i++, k += h.head_dim) {
+        K* to = h.k + (i * h.slots + slot) * (h.head_dim + EXTRA<K>);
+        through_floats(to, h.head_dim,
+                       [&](auto* row) { rotate(k, h.head_dim, h.k_norm, h.eps, cos, sin, h.half, row); });
+      }
       T* v = k;
       for (int64_t i = 0; i < h.kv_heads; i++, v += h.v_head_dim) {
-        T* to = h.v + (i * h.slots + slot) * h.v_head_dim;
-        for (int64_t d = 0; d < h.v_head_dim; d++) put(to + d, to_float(v[d]) * h.value_scale);
+        K* to = h.v + (i * h.slots + slot) * (h.v_head_dim + EXTRA<K>);
+        through_floats(to, h.v_head_dim, [&](auto* row) {
+          for (int64_t d = 0; d < h.v_head_dim; d++) put(row + d, to_float(v[d]) * h.value_scale);
+        });
       }
     }
   });

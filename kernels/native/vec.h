@@ -1,4 +1,4 @@
-// Vectors of fp32, as wide as the target has them, with bf16 loads and stores. GCC and Clang extensions only:
+// Vectors of fp32, as wide as the target has them, with bf16 and fp8 loads and stores. GCC and Clang extensions only:
 // the same source gives AVX2, AVX-512 or NEON code.
 #pragma once
 
@@ -18,9 +18,14 @@ typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef uint8_t vb __attribute__((vector_size(LANES)));
 
 struct bf16 {
   uint16_t bits;
+};
+
+struct fp8 {
+  uint8_t bits;  // e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa; what is not finite is never stored
 };
 
 static inline vf splat(float x) { return x - vf{}; }  // x + 0 would be an addition: it changes -0
@@ -37,6 +42,15 @@ static inline vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
+static inline vf load(const fp8* p) {
+  vb b;
+  std::memcpy(&b, p, sizeof b);
+  vu u = __builtin_convertvector(b, vu);
+  // Exponent and mantissa in the place of fp32's; the biases differ by 120, for subnormals too.
+  vf v = (vf)((u & 0x7fu) << 20) * 0x1p120f;
+  return (vf)((vu)v | (u & 0x80u) << 24);
+}
+
 static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
 static inline void store(bf16* p, vf v) {
@@ -45,6 +59,20 @@ static inline void store(bf16* p, vf v) {
   u = (v != v) ? vu{} + 0x7fc0u : u;         // rounding could turn a NaN into a number
   vh h = __builtin_convertvector(u, vh);
   std::memcpy(p, &h, sizeof h);
+}
+
+static inline void store(fp8* p, vf v) {
+  vu u = (vu)v, sign = u >> 24 & 0x80u;
+  vf a = (vf)(u & 0x7fffffffu);
+  a = a < 448.f ? a : splat(448.f);
+  u = (vu)a;
+  u = ((u + 0x7ffffu + (u >> 20 & 1u)) >> 20) - (120u << 3);  // nearest, ties to even
+  // Below the least normal number steps are 2^-9: adding 1.5 * 2^14 rounds to them.
+  const vf magic = splat(24576.f);
+  vu small = (vu)(a + magic) - (vu)magic;
+  u = (a < 0x1p-6f ? small : u) | sign;
+  vb b = __builtin_convertvector(u, vb);
+  std::memcpy(p, &b, sizeof b);
 }
 
 static inline float to_float(float x) { return x; }

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from transom.kernels.kv_rows import FP8, from_rows, stored_dtype, to_rows
 from transom.kernels.moe import route_tokens, run_experts, swiglu
 from transom.kernels.native_ops import NativeOps
 from transom.kernels.ops import FusedOps, Norm, Router
@@ -22,6 +23,7 @@ from transom.kernels.rope import apply_rope, rope_table
 
 SIZES = st.integers(1, 70)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+KV_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, FP8])
 EXAMPLES = settings(max_examples=30, deadline=None)
 
 
@@ -122,25 +124,28 @@ def check_attention(
     window: int | None,
     sink: bool,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> None:
     make = partial(random, device=ops.device)
     count, kv_heads = heads
     full = window is None
-    case = Case(ops, spans, page_size, kv_heads, dims, dtype)
+    case = Case(ops, spans, page_size, kv_heads, dims, kv_dtype)
     sinks = make(9, count) if sink else None
     q = make(1, case.rows, count * dims[0], dtype=dtype)
     expected = torch.empty(case.rows, count * dims[1], dtype=torch.float64, device=ops.device)
     for i, (begin, new) in enumerate(spans):
         slots = case.slots(i, full)
         live = slots if window is None else slots[max(begin - window + 1, 0) :]
-        case.k[:, live] = make(10 + i, kv_heads, len(live), dims[0], dtype=dtype)
-        case.v[:, live] = make(20 + i, kv_heads, len(live), dims[1], dtype=dtype)
+        case.k[:, live] = to_rows(make(10 + i, kv_heads, len(live), dims[0]), case.k.dtype)
+        case.v[:, live] = to_rows(make(20 + i, kv_heads, len(live), dims[1]), case.v.dtype)
         for j in range(new):
             row = int(case.tables.spans[i, 0]) + j
             last = begin + j
             seen = slots[0 if window is None else max(last - window + 1, 0) : last + 1]
-            k = case.k[:, seen].double().repeat_interleave(count // kv_heads, 0)
-            v = case.v[:, seen].double().repeat_interleave(count // kv_heads, 0)
+            k, v = (
+                from_rows(x[:, seen], torch.float64).repeat_interleave(count // kv_heads, 0)
+                for x in (case.k, case.v)
+            )
             scores = torch.einsum("hd,hkd->hk", q[row].double().view(count, -1), k) * 0.2
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double()[:, None]], dim=-1)
@@ -161,10 +166,11 @@ def check_rope_and_store(
     full: bool,
     norms: bool,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> None:
     make = partial(random, device=ops.device)
     count, kv_heads = heads
-    case = Case(ops, spans, page_size, kv_heads, dims, dtype)
+    case = Case(ops, spans, page_size, kv_heads, dims, kv_dtype)
     sizes = [count * dims[0], kv_heads * dims[0], kv_heads * dims[1]]
     qkv = make(1, case.rows, sum(sizes), dtype=dtype)
     q_norm, k_norm = (Norm(make(i, dims[0]), 1e-6) if norms else None for i in (2, 3))
@@ -183,9 +189,20 @@ def check_rope_and_store(
         full=full, value_scale=0.7, q_norm=q_norm, k_norm=k_norm,
     )  # fmt: skip
     assert_near(mine[:, : sizes[0]].unflatten(-1, (-1, dims[0])), turned[0])
-    assert_near(case.k[:, slots].transpose(0, 1), turned[1])
-    assert_near(case.v[:, slots].transpose(0, 1), value)
-    assert int(case.k.isfinite().all(-1).sum()) == len(slots) * kv_heads, "other slots were written"
+    for stored, expected in ((case.k, turned[1]), (case.v, value)):
+        found = from_rows(stored, torch.float32)
+        assert int(found.isfinite().all(-1).sum()) == len(slots) * kv_heads, "other slots were written"
+        found = found[:, slots].transpose(0, 1)
+        if kv_dtype == FP8:
+            # Half a step of e4m3 of each value, and of those near zero of the largest; what rounding to the
+            # dtype of qkv adds comes on top.
+            most = expected.abs().amax(-1, keepdim=True)
+            slack = 0.01 if dtype == torch.bfloat16 else 1e-4
+            assert bool(
+                ((found - expected).abs() <= expected.abs() * (1 / 16 + slack) + most / 448 / 512).all()
+            )
+        else:
+            assert_near(found.to(min(dtype, kv_dtype, key=lambda kind: kind.itemsize)), expected)
     alone = q.clone()
     ops.rotate_queries(alone, count, cos, sin, case.tables, norm=q_norm)
     assert torch.equal(alone, mine[:, : sizes[0]])
@@ -273,11 +290,12 @@ class Case:
         self.pages = order.astype(np.int64)
         self.map = np.zeros(len(order) + 1, np.int64)
         self.map[1:] = np.roll(np.arange(1, len(order) + 1), 3)
-        self.k = torch.full(
-            (kv_heads, (len(order) + 1) * page_size, dims[0]), float("nan"), dtype=dtype, device=ops.device
-        )
-        self.v = torch.full(
-            (kv_heads, (len(order) + 1) * page_size, dims[1]), float("nan"), dtype=dtype, device=ops.device
+        self.k, self.v = (
+            to_rows(
+                torch.full((kv_heads, (len(order) + 1) * page_size, dim), float("nan"), device=ops.device),
+                stored_dtype(dtype),
+            )
+            for dim in dims
         )
         rows, tables, listed = 0, 0, []
         for (begin, count), pages in zip(spans, counts):
@@ -308,6 +326,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 70)), min_size=1,
     window=st.sampled_from([None, 1, 9, 64, 129]),
     sink=st.booleans(),
     dtype=DTYPES,
+    kv_dtype=KV_DTYPES,
 )
 def test_attention(
     ops: NativeOps,
@@ -318,8 +337,10 @@ def test_attention(
     window: int | None,
     sink: bool,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> None:
-    check_attention(ops, spans, page_size, heads, dims, window, sink, dtype)
+    dims = (32, 8) if kv_dtype == FP8 and dims == (33, 5) else dims
+    check_attention(ops, spans, page_size, heads, dims, window, sink, dtype, kv_dtype)
 
 
 @EXAMPLES
@@ -331,6 +352,7 @@ def test_attention(
     full=st.booleans(),
     norms=st.booleans(),
     dtype=DTYPES,
+    kv_dtype=KV_DTYPES,
 )
 def test_rope_and_store(
     ops: NativeOps,
@@ -341,8 +363,9 @@ def test_rope_and_store(
     full: bool,
     norms: bool,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> None:
-    check_rope_and_store(ops, spans, page_size, heads, dims, full, norms, dtype)
+    check_rope_and_store(ops, spans, page_size, heads, dims, full, norms, dtype, kv_dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -412,20 +435,37 @@ def test_triton_moe(triton_ops: FusedOps, dtype: torch.dtype, rows: int, experts
     check_moe(triton_ops, rows, 21, 70, experts, top_k, dtype, dtype == torch.bfloat16)
 
 
-@BOTH
+# Of the model and of its pools.
+PAIRS = pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, FP8),
+        (torch.bfloat16, FP8),
+    ],
+)
+
+
+@PAIRS
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("window", [None, 9, 70])
-def test_triton_attention(triton_ops: FusedOps, dtype: torch.dtype, window: int | None, sink: bool) -> None:
+def test_triton_attention(
+    triton_ops: FusedOps, dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None, sink: bool
+) -> None:
     decode, mixed = [(70, 1), (0, 1), (130, 1)], [(33, 11), (0, 17), (90, 1)]
-    check_attention(triton_ops, decode, 3, (6, 2), (20, 12), window, sink, dtype)
-    check_attention(triton_ops, mixed, 16, (4, 1), (24, 16), window, sink, dtype)
+    check_attention(triton_ops, decode, 3, (6, 2), (20, 12), window, sink, dtype, kv_dtype)
+    check_attention(triton_ops, mixed, 16, (4, 1), (24, 16), window, sink, dtype, kv_dtype)
 
 
-@BOTH
+@PAIRS
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("full", [False, True])
-def test_triton_rope_and_store(triton_ops: FusedOps, dtype: torch.dtype, full: bool, norms: bool) -> None:
-    check_rope_and_store(triton_ops, [(5, 3), (0, 2)], 3, (4, 2), (12, 20), full, norms, dtype)
+def test_triton_rope_and_store(
+    triton_ops: FusedOps, dtype: torch.dtype, kv_dtype: torch.dtype, full: bool, norms: bool
+) -> None:
+    check_rope_and_store(triton_ops, [(5, 3), (0, 2)], 3, (4, 2), (12, 20), full, norms, dtype, kv_dtype)
 
 
 @BOTH

@@ -259,9 +259,10 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         policy: str = "fewest-uncached",
         margin: int = 0,
         answers: bool = False,
+        dtype: torch.dtype = torch.float32,
         **limits: int,
     ) -> Harness:
-        pools = make_pools(model.config, full=full, swa=swa, page_size=page_size, margin=margin)
+        pools = make_pools(model.config, full=full, swa=swa, page_size=page_size, margin=margin, dtype=dtype)
         return Harness(model, pools, clock, cached, make_order(policy, lambda: 10.0), answers, **limits)
 
     return make

@@ -241,6 +241,7 @@ async def test_decode_grants_by_priority(checkpoint: Path) -> None:
 
 def reserve(name: str, prefill: Peer, gateway: Peer, prompt_len: int, **fields: Any) -> KVReserve:
     fields.setdefault("deadline_s", time.time() + 60)
+    fields.setdefault("kv_dtype", "float32")
     return KVReserve(
         request_id=name, prompt_len=prompt_len, max_tokens=4, prefill=prefill.address,
         gateway=gateway.address, **fields,
@@ -330,6 +331,25 @@ async def test_decode_takes_only_what_it_granted(checkpoint: Path) -> None:
         assert [c.index for c in chunks] == [1, 2, 3]
         assert chunks[-1].finish_reason == "length"
         assert not gateway.has(RequestFailed, "gone")
+
+
+async def test_workers_of_different_kv_dtypes_refuse_each_other(checkpoint: Path) -> None:
+    """Before anything is computed for decode; and KV that comes all the same is not converted."""
+    async with opened(decode_stage(checkpoint, kv_dtype="fp8")) as bench:
+        gateway, prefill = await bench.peer(), await bench.peer()
+        prefill.say(reserve("other", prefill, gateway, 10))
+        for side in (gateway, prefill):
+            failed = await side.expect(RequestFailed, "other")
+            assert failed.error.status == 503
+            assert (
+                "KV in float32, the decode worker in fp8: they need the same kv_dtype" in failed.error.message
+            )
+        prefill.say(reserve("lying", prefill, gateway, 10, kv_dtype="fp8"))
+        await prefill.expect(KVGrant, "lying")
+        prefill.say(*handoff("lying", gateway))
+        assert "for pools of fp8" in (await gateway.expect(RequestFailed, "lying")).error.message
+        await bench.until(lambda: bench.stage.load()["jobs"] == 0)
+        assert bench.stage.load()["promised_bytes"] == 0
 
 
 async def test_a_lost_prefill_frees_its_promises(checkpoint: Path) -> None:
