@@ -117,10 +117,10 @@ class DecodeStage(LlmStage):
             raise UnavailableError("the decode worker is shutting down")
         check_deadline(reserve.deadline_s, time.time())
         own = kv_name(self.kv_dtype)
-        if reserve.kv_dtype != own:
+        if reserve.kv_dtype not in ("", own):
             raise UnavailableError(
-                f"the prefill worker has KV in {reserve.kv_dtype or 'an unknown dtype'}, the decode worker in"
-                f" {own}: they need the same kv_dtype"
+                f"the prefill worker has KV in {reserve.kv_dtype}, the decode worker in {own}: they need the same"
+                " kv_dtype"
             )
         if reserve.prompt_len >= self.engine.context_len:
             raise ContextLengthError(

@@ -202,7 +202,7 @@ class KVReserve(msgspec.Struct, frozen=True, kw_only=True, tag="kv_reserve"):
     gateway: str
     deadline_s: float
     priority: int = 0
-    kv_dtype: str = ""  # of the pools on both sides, as in the setting
+    kv_dtype: str = ""  # of its pools, as in the setting; "": found out at the hand-over
 
 
 class KVGrant(msgspec.Struct, frozen=True, kw_only=True, tag="kv_grant"):
