@@ -119,8 +119,8 @@ class DecodeStage(LlmStage):
         own = kv_name(self.kv_dtype)
         if reserve.kv_dtype not in ("", own):
             raise UnavailableError(
-                f"the prefill worker has KV in {reserve.kv_dtype}, the decode worker in {own}: they need the same"
-                " kv_dtype"
+                f"the prefill worker has KV in {reserve.kv_dtype}, the decode worker in {own}:"
+                " they need the same kv_dtype"
             )
         if reserve.prompt_len >= self.engine.context_len:
             raise ContextLengthError(
