@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK_BYTES = 256 * 1024
 _MAX_URL_CHARS = 8192
+_MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63  # RFC 1035
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def check_url(url: str, limits: FetchLimits) -> SplitResult:
         raise MediaError("URL carries a user name or password")
     if not host:
         raise MediaError("URL has no host")
+    if len(host) > _MAX_HOST_CHARS or any(len(label) > _MAX_LABEL_CHARS for label in host.split(".")):
+        raise MediaError(f"URL host is too long; DNS allows {_MAX_LABEL_CHARS} characters between dots")
     actual_port = port if port is not None else (443 if scheme == "https" else 80)
     if 0 not in limits.ports and actual_port not in limits.ports:
         allowed = ", ".join(map(str, limits.ports)) or "none"

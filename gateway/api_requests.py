@@ -17,10 +17,12 @@ MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_URL_CHARS = 8192
 _MAX_PIXELS = 1 << 26
+_MAX_TOKENS = 1 << 31  # beyond every context
 _MAX_FRAMES = 3600
 
 Pixels = Annotated[int, Meta(ge=1, le=_MAX_PIXELS)]
 FrameCount = Annotated[int, Meta(ge=1, le=_MAX_FRAMES)]
+OutputTokens = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -261,9 +263,11 @@ class GenerationFields(Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=512, description="a served name; absent: the main one")] | None = (
         None
     )
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, description="the same as max_tokens")] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, description="before so many nothing ends the answer")] | None = 0
+    max_tokens: OutputTokens | None = None
+    max_completion_tokens: Annotated[OutputTokens, Meta(description="the same as max_tokens")] | None = None
+    min_tokens: (
+        Annotated[int, Meta(ge=0, le=_MAX_TOKENS, description="before so many the answer goes on")] | None
+    ) = 0
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy")] | None = 1.0
     top_p: Share | None = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="-1 and 0: off")] | None = 0

@@ -14,7 +14,7 @@ from msgspec import Struct
 from transom.gateway import api_answers as answers
 from transom.gateway import api_requests as requests
 
-_BODY_ERRORS = (400, 404, 408, 413, 415, 429, 500, 503)
+_BODY_ERRORS = (400, 404, 408, 413, 415, 417, 429, 500, 503)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class Exchange:
             now = time.monotonic()
             if now >= self.deadline_s:
                 self.end_reason = "deadline"
-                raise DeadlineError(f"the answer was not complete after {self.timeout_s:g} s")
+                raise self._too_late()
             if until is not None and now >= until:
                 return False
             limit = self.deadline_s if until is None else min(until, self.deadline_s)
@@ -106,9 +106,15 @@ class Exchange:
             return [
                 (number, chunks) for number, choice in enumerate(self.choices) if (chunks := choice.take())
             ]
+        except DeadlineError:
+            self.end_reason = "deadline"
+            raise self._too_late() from None  # a worker's clock runs since it got its part
         except Exception:
             self.end_reason = "a part failed"
             raise
+
+    def _too_late(self) -> DeadlineError:
+        return DeadlineError(f"the answer was not complete after {self.timeout_s:g} s")
 
 
 class Dispatcher:

@@ -9,7 +9,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from transom.errors import PayloadTooLargeError, RequestError
@@ -30,11 +30,33 @@ class UnsupportedMediaTypeError(RequestError):
     code = "unsupported_media_type"
 
 
+class ExpectationError(RequestError):
+    """The client waits for something other than leave to send its body."""
+
+    status = 417
+    code = "expectation_failed"
+
+
 class BodyTimeoutError(RequestError):
     """The client took too long to send its body."""
 
     status = 408
     code = "body_timeout"
+
+
+async def hold_expectation(request: web.Request) -> None:
+    """Send no `100 Continue` yet: a body that is refused by key, limit or size needn't be sent at all."""
+
+
+async def _let_continue(request: web.Request) -> None:
+    """Give a client that waits for it leave to send its body."""
+    expected = request.headers.get("Expect", "").strip().lower()
+    if not expected or request.version < HttpVersion11:
+        return
+    if expected != "100-continue":
+        raise ExpectationError(f"Expect {expected[:40]!r} is not known, only 100-continue is")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # as aiohttp's own handler does: the answer has not begun
 
 
 async def read_body(
@@ -52,6 +74,7 @@ async def read_body(
     declared = request.content_length
     if declared is not None and declared > limit_bytes:
         raise PayloadTooLargeError(f"body of {declared} bytes, at most {limit_bytes} are allowed")
+    await _let_continue(request)
     pieces: list[bytes] = []
     size_bytes = 0
     source = request.content.iter_any()

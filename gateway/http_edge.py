@@ -109,7 +109,10 @@ def middlewares(keys: ApiKeys, quotas: Quotas, cors_origins: tuple[str, ...]) ->
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return error_response(_plain_info(request, error))
+            response = error_response(_plain_info(request, error))
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            return response
         except ConnectionError:
             raise
         except Exception:

@@ -24,6 +24,7 @@ MAX_SCHEMA_BYTES = 64 * 1024
 _MAX_PROPERTIES = 500  # of one object: each one that may be left out makes every step dearer
 _MAX_STEPS = 10_000  # of all multipleOf: an automaton has as many states
 _MAX_COUNT = 1_000_000
+_MAX_HOPS = 32
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 FORMATS = (
@@ -116,9 +117,15 @@ class _Checker:
     def _ref(self, value: Any, path: str, depth: int) -> str:
         if not isinstance(value, str) or not value.startswith("#"):
             raise refuse(path, f"{show(value)} does not point into the schema itself")
-        if not isinstance(resolve(self._root, value), (dict, bool)):
+        target = resolve(self._root, value)
+        if not isinstance(target, (dict, bool)):
             raise refuse(path, f"{show(value)} points at nothing in {self._root_path}")
-        return value
+        for _ in range(_MAX_HOPS):
+            further = target.get("$ref") if isinstance(target, dict) else None
+            if not isinstance(further, str):
+                return value
+            target = resolve(self._root, further)
+        raise refuse(path, f"{show(value)} leads from reference to reference, more than {_MAX_HOPS} times")
 
     def _multiple(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:

@@ -20,7 +20,7 @@ from transom.messages import PromptStats
 from transom.metrics import SECONDS_BUCKETS, Collector
 
 Endpoint = Literal["chat", "completion", "media_embedding"]
-STATUSES = frozenset({200, 400, 401, 404, 408, 413, 415, 429, 499, 500, 502, 503, 504})
+STATUSES = frozenset({200, 400, 401, 404, 408, 413, 415, 417, 429, 499, 500, 502, 503, 504})
 # Time per output token: finer at the short end than times of whole requests.
 _TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _CAUSES = {499: "client", 502: "worker_lost", 504: "deadline"}

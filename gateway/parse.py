@@ -41,12 +41,22 @@ def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
     except NestingError:
         raise RequestError(f"the body {too_deep}") from None
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error.msg} (byte {error.pos})") from None
+        raise RequestError(_no_json(body, error)) from None
     fields = Fields(value, spec=spec)
     for name, item in value.items():
         if nests_deeper(item, _MAX_DEPTH - 1):
             raise fields.refuse(name[:200], too_deep)
     return fields
+
+
+def _no_json(body: bytes, error: orjson.JSONDecodeError) -> str:
+    if not body:
+        return "the body is empty, a JSON object is needed"
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:  # the parser calls it surrogates and names no place
+        return f"the body is not valid JSON: not UTF-8 (byte {wrong.start})"
+    return f"the body is not valid JSON: {error.msg} (byte {error.pos})"
 
 
 def parse_chat(body: bytes, limits: Limits) -> ChatRequest:

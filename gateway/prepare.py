@@ -17,6 +17,7 @@ from transom.gateway.parse import load_body, parse_messages, parse_thinking, par
 from transom.gateway.prompt import Prompt, PromptBuilder
 from transom.gateway.reasoning_parser import ReasoningParser
 from transom.gateway.schema import ChatRequest, Generation, Limits
+from transom.gateway.shield import refuse_long
 from transom.gateway.tool_parser import ToolParser
 from transom.hub import resolve_model
 from transom.messages import Sampling, TextPart
@@ -66,6 +67,7 @@ class Model:
         tools, thinking = parse_tools(fields), parse_thinking(fields)
         add_generation_prompt = fields.flag("add_generation_prompt")
         if not fields.has("messages"):
+            refuse_long(self.tokenizer, prompt, self.max_context, param="prompt")
             return name, self.tokenizer.encode(prompt)
         messages, media = parse_messages(fields, self.limits)
         request = ChatRequest(
@@ -86,6 +88,11 @@ class Model:
         """Return (model name, text) of the body of POST /detokenize."""
         fields = load_body(body, api.DetokenizeRequest)
         given = fields.array("tokens", required=True)
+        if len(given) > self.max_context:
+            raise ContextLengthError(
+                f"tokens: {len(given)} items, at most {self.max_context}, the context, are allowed",
+                param="tokens",
+            )
         ids = token_ids(given, "tokens", self.limits)
         return fields.text("model"), self.tokenizer.decode(ids, skip_special=False)
 

@@ -24,6 +24,7 @@ from transom.gateway.exchange import Dispatcher
 from transom.gateway.fleet import STAGES, Fleet, StageName
 from transom.gateway.fleet_view import show_fleet
 from transom.gateway.handlers import Handlers, shutting_down
+from transom.gateway.http_body import hold_expectation
 from transom.gateway.http_edge import middlewares
 from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.prepare import Model
@@ -186,7 +187,11 @@ class GatewayStage(Stage):
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            *(web.route(one.method, one.route, self._route(one.handler)) for one in ENDPOINTS if one.handler),
+            *(
+                web.route(one.method, one.route, self._route(one.handler), expect_handler=hold_expectation)
+                for one in ENDPOINTS
+                if one.handler
+            ),
             *playground.routes(),
         ]
 

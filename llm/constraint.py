@@ -91,7 +91,8 @@ def _set(words: Words, id: int) -> None:
 
 
 def _first_line(matcher: LLMatcher) -> str:
-    return matcher.get_error().split("\n", 1)[0].removesuffix("<non-verbose/>").strip()
+    line = matcher.get_error().split("\n", 1)[0].removesuffix("<non-verbose/>").strip()
+    return "no token may follow" if line == "NoExtensionBias" else line
 
 
 def masks(

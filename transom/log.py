@@ -57,6 +57,16 @@ class _PlainFormatter(logging.Formatter):
         return text
 
 
+def _no_protocol_errors(record: logging.LogRecord) -> bool:
+    """Make one line of what a client sends that is not HTTP, without it: keys may be among its headers."""
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__module__ == "aiohttp.http_exceptions":
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = "%s (not HTTP: %s)", (record.getMessage(), type(error).__name__)
+        record.exc_info = record.exc_text = None
+    return True
+
+
 def setup_logging(stage: str, *, level: str = "info", json: bool = False) -> None:
     """Install the one handler of the process on the root logger, replacing earlier ones."""
     handler = logging.StreamHandler(sys.stderr)
@@ -67,5 +77,8 @@ def setup_logging(stage: str, *, level: str = "info", json: bool = False) -> Non
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
+    server = logging.getLogger("aiohttp.server")
+    server.removeFilter(_no_protocol_errors)
+    server.addFilter(_no_protocol_errors)
     for noisy in ("aiohttp.access", "asyncio", "PIL", "libav", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

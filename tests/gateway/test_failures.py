@@ -14,7 +14,7 @@ import pytest
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import Script, ScriptedFleet, ScriptedWorker
 from tests.gateway.test_chat import PIXEL, user
-from transom.errors import ErrorInfo, OverloadedError
+from transom.errors import DeadlineError, ErrorInfo, OverloadedError
 from transom.messages import Abort, EncodeJob, KVHandoff, PrefillJob, TokenChunk, TokenLogprob
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -175,6 +175,11 @@ async def test_the_deadline_ends_a_request_everywhere(start_fleet: FleetFactory)
         assert abort.reason == "deadline"
         async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY | {"timeout": 9}) as response:
             assert (await response.json())["error"]["param"] == "timeout"
+        # A worker may notice first; its clock runs since the part came to it, which tells a client nothing.
+        fleet.script = Script(prefill_error=DeadlineError("the deadline passed 0.0 s ago").info())
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY) as response:
+            said = (await response.json())["error"]["message"]
+            assert (response.status, said) == (504, "the answer was not complete after 0.3 s")
     await until_idle(fleet)
 
 

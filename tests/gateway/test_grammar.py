@@ -162,6 +162,12 @@ BAD_SCHEMAS: list[tuple[Any, str, str]] = [
     ({"anyOf": []}, ".anyOf", "not empty"),
     ({"$ref": "http://example.org/a"}, ".$ref", "does not point into the schema itself"),
     ({"$ref": "#/$defs/none"}, ".$ref", "points at nothing"),
+    ({"$ref": "#"}, ".$ref", "from reference to reference, more than 32 times"),
+    (
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        ".$defs.a.$ref",
+        "from reference to reference",
+    ),
     ({"format": "binary"}, ".format", "'binary' is not one of date"),
     ({"pattern": 3}, ".pattern", "expected a string"),
     ({"minLength": -1}, ".minLength", "out of range"),

@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,53 @@ async def test_a_body_that_never_ends_is_given_up(start_fleet: FleetFactory) -> 
     await writer.wait_closed()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("Content-Type: application/json\r\nContent-Length: 999999999999", 413),
+        ("Content-Type: text/plain\r\nContent-Length: 9", 415),
+        ("Content-Type: application/json\r\nContent-Length: 9\r\nAuthorization: Bearer wrong", 401),
+    ],
+)
+async def test_a_body_that_is_not_wanted_is_never_asked_for(
+    start_fleet: FleetFactory, tmp_path: Path, headers: str, status: int
+) -> None:
+    """A client that waits for leave to send gets its refusal instead."""
+    (tmp_path / "keys").write_text("good\n")
+    fleet = await start_fleet(api_keys_file=str(tmp_path / "keys"))
+    key = "" if "Authorization" in headers else "\r\nAuthorization: Bearer good"
+    async with connected(fleet, f"POST {CHAT}", f"{headers}{key}\r\nExpect: 100-continue") as (reader, _):
+        assert int((await reader.readline()).split()[1]) == status
+
+
+async def test_a_body_that_is_wanted_is_asked_for(fleet: ScriptedFleet) -> None:
+    body = json.dumps(BODY).encode()
+    headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nExpect: 100-Continue"
+    async with connected(fleet, f"POST {CHAT}", headers) as (reader, writer):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readline()).split()[1] == b"200"
+    async with connected(fleet, f"POST {CHAT}", headers.replace("100-Continue", "a-pony")) as (reader, _):
+        assert (await reader.readline()).split()[1] == b"417"
+        assert b'"expectation_failed"' in await reader.readuntil(b"}}")
+
+
+@asynccontextmanager
+async def connected(
+    fleet: ScriptedFleet, line: str, headers: str
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Send the head of a request over a connection of its own."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{line} HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n".encode())
+    try:
+        async with asyncio.timeout(10):
+            yield reader, writer
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_wrong_paths_methods_types_and_models_are_openai_errors(
     fleet: ScriptedFleet, session: aiohttp.ClientSession
 ) -> None:
@@ -94,6 +142,7 @@ async def test_wrong_paths_methods_types_and_models_are_openai_errors(
         assert "\n" not in (await error_of(response))["message"]
     async with session.get(fleet.url + CHAT) as response:
         assert (response.status, (await error_of(response))["type"]) == (405, "invalid_request_error")
+        assert response.headers["Allow"] == "POST"
     async with session.post(fleet.url + CHAT, data=json.dumps(BODY)) as response:
         assert (response.status, (await error_of(response))["code"]) == (415, "unsupported_media_type")
     async with session.post(fleet.url + CHAT, json=BODY | {"model": "gpt-9"}) as response:
@@ -223,6 +272,22 @@ async def test_tokens_go_there_and_back(fleet: ScriptedFleet, session: aiohttp.C
         assert fleet.tokenizer.token_id("<|image_pad|>") in (await response.json())["tokens"]
     async with session.post(fleet.url + "/detokenize", json={"tokens": [10**9]}) as response:
         assert (await error_of(response))["param"] == "tokens[0]"
+
+
+async def test_texts_far_beyond_the_context_are_not_worked_on(
+    start_fleet: FleetFactory, session: aiohttp.ClientSession
+) -> None:
+    """Turning megabytes into tokens takes a core for minutes; so many of them fit no prompt."""
+    fleet = await start_fleet(max_context=64)
+    for path, body, param in (
+        ("/tokenize", {"prompt": "a " * 500_000}, "prompt"),
+        ("/tokenize", {"messages": user("a " * 500_000)}, "messages"),
+        ("/detokenize", {"tokens": [5] * 65}, "tokens"),
+    ):
+        async with session.post(fleet.url + path, json=body) as response:
+            error = await error_of(response)
+            assert (response.status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+            assert "64" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

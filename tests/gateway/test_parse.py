@@ -44,7 +44,6 @@ def refused(value: Any) -> RequestError:
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 URL = "messages[0].content[1].image_url.url"
 CASES: list[tuple[Any, str | None, str]] = [
-    (b"", None, "not valid JSON"),
     (b"{", None, "not valid JSON"),
     (b'{"messages": NaN}', None, "not valid JSON"),
     (b'{"messages": "\\ud800"}', None, "not valid JSON"),
@@ -122,6 +121,9 @@ CASES: list[tuple[Any, str | None, str]] = [
     (body(n=0), "n", "at least 1"),
     (body(n=10**30), "n", "at most 4"),
     (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e999}', None, "infinity"),
+    (b"", None, "the body is empty"),
+    ('{"messages": "\xe9"}'.encode("latin-1"), None, "not UTF-8 (byte 14)"),
+    (body(max_tokens=1e308), "max_tokens", "(309 characters) is out of range"),
     (body(n=1.5), "n", "expected an integer"),
     (body(n=True), "n", "expected an integer, got a boolean"),
     (body(temperature=3), "temperature", "at most 2"),

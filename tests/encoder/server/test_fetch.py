@@ -60,6 +60,8 @@ def test_addresses_that_are_public(address: str) -> None:
         ("http://user@example.com/a.png", "user name or password"),
         ("http://example.com:22/", "port 22 is not allowed; allowed: 80, 443"),
         ("http://example.com:99999/", "malformed"),
+        (f"http://{'a' * 64}.com/", "host is too long"),
+        (f"http://{'a.' * 127}com/", "host is too long"),
         ("http://[::1/a.png", "malformed"),
         ("http://127.0.0.1/a.png", "'127.0.0.1' is not a public address"),
         ("http://[::1]/", "not a public address"),

@@ -1,0 +1,38 @@
+"""What the log makes of errors that a stranger on the network can cause."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from aiohttp.http_exceptions import BadHttpMessage
+
+from transom.log import setup_logging
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger, as it was before when the test is over."""
+    found = logging.getLogger()
+    handlers, level = found.handlers[:], found.level
+    yield found
+    found.handlers = handlers
+    found.setLevel(level)
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_what_is_not_http_is_one_line_that_repeats_nothing(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str], json: bool
+) -> None:
+    """A header that can't be read may be the one with the key."""
+    setup_logging("gateway", json=json)
+    server = logging.getLogger("aiohttp.server")
+    bad = BadHttpMessage("Invalid header value char:\n\n  b'Authorization: Bearer secret\\x00'")
+    server.error("Error handling request from %s", "127.0.0.1", exc_info=bad)
+    server.error("Unhandled exception", exc_info=ValueError("of our own"))
+    lines = capsys.readouterr().err.splitlines()
+    assert "info" in lines[0]
+    assert "127.0.0.1 (not HTTP: BadHttpMessage)" in lines[0]
+    assert not any("secret" in line or "Authorization" in line for line in lines)
+    assert any("ValueError: of our own" in line for line in lines[1:])
