@@ -16,9 +16,11 @@ import orjson
 from transom.gateway.fields import kind_of, refuse, show
 from transom.gateway.tool_values import resolve
 
-# A space, or a new line and how far it is indented: what models write. A weak one that may put more blanks
-# there puts as many as it may.
-BLANKS = r" |\r?\n[ \t]{0,32}"
+# Between tokens may stand a space, or a new line and so many blanks for each level: what models write. A weak
+# one that may put more blanks there puts as many as it may, at any temperature.
+_BLANKS_A_LEVEL = 4
+_MAX_LEVELS = 8
+_OPEN_LEVELS = 2  # of a value that the schema leaves free
 MAX_DEPTH = 24
 MAX_SCHEMA_BYTES = 64 * 1024
 _MAX_PROPERTIES = 500  # of one object: each one that may be left out makes every step dearer
@@ -38,6 +40,7 @@ UNSUPPORTED = (
 )  # fmt: skip
 _ONE = ("additionalProperties", "items", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_DEFS = ("$defs", "definitions")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
@@ -191,4 +194,29 @@ def _type(value: Any, path: str, depth: int) -> Any:
 
 def inline_json(schema: dict[str, Any]) -> str:
     """Return the body of a grammar rule for the JSON texts that match a checked schema."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": BLANKS}, **schema})
+    most = _BLANKS_A_LEVEL * min(levels(schema), _MAX_LEVELS)
+    blanks = rf" |\r?\n[ \t]{{0,{most}}}"
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": blanks}, **schema})
+
+
+def levels(schema: Any) -> int:
+    """Return how deep the answers to a checked schema nest, about: only their indentation depends on it."""
+    if schema is False or not isinstance(schema, dict | bool):
+        return 0
+    if schema is True:
+        return _OPEN_LEVELS
+    if "$ref" in schema:
+        return _MAX_LEVELS
+    if "enum" in schema or "const" in schema:
+        return 0
+    inner = [one for name in _MAPS if name not in _DEFS for one in schema.get(name, {}).values()]
+    for name in _ONE:
+        value = schema.get(name, ())
+        inner += value if isinstance(value, list) else [value] if value != () else []
+    inner += schema.get("prefixItems", ())
+    options = [levels(one) for name in ("allOf", "anyOf", "oneOf") for one in schema.get(name, ())]
+    types = schema.get("type", () if options else ("object", "array"))
+    own = 1 if inner else 0
+    if not inner and not {"object", "array"}.isdisjoint([types] if isinstance(types, str) else types):
+        own = _OPEN_LEVELS
+    return max([own + max(map(levels, inner), default=0), *options])

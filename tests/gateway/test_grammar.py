@@ -16,7 +16,7 @@ from tests.grammar_walk import matcher_of, random_answer
 from transom.errors import RequestError
 from transom.gateway.config import GatewayConfig
 from transom.gateway.grammar import answer_grammar
-from transom.gateway.json_schema import MAX_DEPTH, check_schema, inline_json
+from transom.gateway.json_schema import MAX_DEPTH, check_schema, inline_json, levels
 from transom.gateway.output import ChoiceOutput, Delta
 from transom.gateway.parse import parse_chat
 from transom.gateway.prepare import Model, chat_output
@@ -142,6 +142,39 @@ def test_references_unions_and_annotations(vocabulary: LLTokenizer, schema: dict
     for seed in range(8):
         ids = random_answer(matcher_of(grammar, vocabulary), TOKENIZER, random.Random(seed))
         jsonschema.validate(json.loads(TOKENIZER.decode(ids)), schema)
+
+
+INDENTED: list[tuple[dict[str, Any], Any, int]] = [
+    ({"type": "integer"}, 5, 0),
+    ({"type": "object"}, {"a": {"b": 1}}, 2),
+    ({"type": "array", "items": {"enum": [{"a": {"b": {}}}, 1]}}, [1, 1], 1),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}, {"a": [1]}, 2),
+    ({"anyOf": [{"type": "null"}, {"type": "array", "prefixItems": [{"type": "object"}]}]}, [{"a": [2]}], 3),
+    ({"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}},
+     {"n": {"n": {"n": {}}}}, 8),
+    ({}, {"a": [1]}, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "value", "expected"), INDENTED)
+@pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
+def test_indented_answers_may_be_written_and_no_blanks_beyond(
+    vocabulary: LLTokenizer, schema: dict[str, Any], value: Any, expected: int, indent: Any
+) -> None:
+    checked = check_schema(schema, "s")
+    assert levels(checked) == expected
+    grammar = '%llguidance {"no_forcing": true}\nstart: json\njson: ' + inline_json(checked)
+    jsonschema.validate(value, schema)
+
+    def taken(text: str) -> bool:
+        matcher = matcher_of(grammar, vocabulary)
+        return matcher.consume_tokens(TOKENIZER.encode(text)) and matcher.is_accepting()
+
+    text = json.dumps(value, indent=indent)
+    assert taken(text)
+    first = text.find("\n") + 1
+    if first:
+        assert not taken(text[:first] + " " * (4 * expected + 1) + text[first:].lstrip())
 
 
 def nested_arrays(levels: int) -> dict[str, Any]:
