@@ -201,10 +201,8 @@ def inline_json(schema: dict[str, Any]) -> str:
 
 def levels(schema: Any) -> int:
     """Return how deep the answers to a checked schema nest, about: only their indentation depends on it."""
-    if schema is False or not isinstance(schema, dict | bool):
-        return 0
-    if schema is True:
-        return _OPEN_LEVELS
+    if not isinstance(schema, dict):
+        return _OPEN_LEVELS if schema is True else 0
     if "$ref" in schema:
         return _MAX_LEVELS
     if "enum" in schema or "const" in schema:
