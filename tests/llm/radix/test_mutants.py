@@ -69,6 +69,27 @@ _MUTANTS = {
         "if last := index.last_usable(count, run):",
         "if last := count:",
     ),
+    "settle the first node alone that an index passed": (
+        tree_module,
+        "nodes[bisect_right(ends, low) : bisect_left(ends, high) + 1]",
+        "nodes[:1]",
+    ),
+    "settle one node too few": (
+        tree_module,
+        "bisect_left(ends, high) + 1]",
+        "bisect_left(ends, high)]",
+    ),
+    "take an index for granted on insert": (
+        tree_module,
+        "(count := index.passed(new.key.raw, new.end))",
+        "(count := bisect_right(index.ends, new.end))",
+    ),
+    "take all pages of an index": (
+        tree_module,
+        "index.pages[: (ends[-1] - depth) // self.page_size]",
+        "index.pages",
+    ),
+    "no page is mapped": (tree_module, "if not mapped.any():", "if not mapped.all():"),
     "miscount pins": (node_module, "self.swa_protected += len(node)", "self.swa_protected += 1"),
 }
 
