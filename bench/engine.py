@@ -1,7 +1,7 @@
 """`transom bench engine`: speed of one engine in this process, and where the time of its steps goes.
 
 No sockets and no tokenizer: what is left is the scheduler, the kernels and the sampler. CPU time stands
-beside the clock's, so that a busy machine is seen; the parts of a step are CPU time of the engine's thread.
+beside the clock's, so that a busy machine is seen; the parts of a step are CPU time of their thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -77,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="(default %(default)s)")
     parser.add_argument(
+        "--overlap",
+        choices=("on", "off"),
+        default="on",
+        help="plan a step while one is computed (default %(default)s)",
+    )
+    parser.add_argument(
         "--profile", action="store_true", help="show the parts of a step; slows it down a bit"
     )
     parser.add_argument("--out", default="", metavar="FILE", help="append one JSON row to this file")
@@ -88,18 +95,19 @@ class Profile:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: defaultdict[str, int] = defaultdict(int)
-        self._inner = [0.0]
+        self._of_thread = threading.local()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        inner: list[float] = self._of_thread.__dict__.setdefault("inner", [0.0])
         begin = time.thread_time()
-        self._inner.append(0.0)
+        inner.append(0.0)
         try:
             yield
         finally:
             elapsed = time.thread_time() - begin
-            self.seconds[name] += elapsed - self._inner.pop()
-            self._inner[-1] += elapsed
+            self.seconds[name] += elapsed - inner.pop()
+            inner[-1] += elapsed
             self.calls[name] += 1
 
     def wrap(self, stack: ExitStack, owner: Any, attribute: str, name: str) -> None:
@@ -129,7 +137,8 @@ class Profile:
         self.wrap(stack, model, "embed", "embed")
         self.wrap(stack, model, "logits", "head")
         self.wrap(stack, runner_module, "sample", "sampler")
-        self.wrap(stack, runner_module.ModelRunner, "run", "rest of the forward")
+        self.wrap(stack, runner_module.ModelRunner, "prepare", "batch on the host")
+        self.wrap(stack, runner_module.ModelRunner, "compute", "rest of the forward")
         for attribute, name in (
             ("_plan", "plan"),
             ("_make_step", "pages"),
@@ -173,6 +182,7 @@ class Load:
             kernels=args.kernels,
             kernel_build_wait_s=600,
             kv_memory_gb=1.0,
+            overlap=args.overlap == "on",
             max_running_requests=max(args.requests, 1),
         )
         self.engine, self.model = build_engine(config, self._take)
@@ -201,22 +211,25 @@ class Load:
             self.engine.submit(
                 Start(Request(name, sampling, 1e12, time.time(), prompt_ids=prompt, prompt_complete=True))
             )
-        hits = self.engine.load()["cache_hit_tokens"]
+        before = self.engine.load()
         begin, cpu = time.perf_counter(), time.process_time()
         while any(len(times) < output_len for times in self._ends.values()):
             self.engine.step()
         wall_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+        after = self.engine.load()
+        step_s, model_s = (after[name] - before[name] for name in ("step_seconds", "model_seconds"))
         firsts = [times[0] - begin for times in self._ends.values()]
         lasts = [times[-1] - times[0] for times in self._ends.values()]
         return {
             "wall_s": wall_s,
             "cpu_s": cpu_s,
+            "idle_share": 1 - model_s / step_s,
             "output_tokens_per_s": args.requests * output_len / wall_s,
             "output_tokens_per_cpu_s": args.requests * output_len / cpu_s,
             "ttft_p50_ms": statistics.median(firsts) * 1e3,
             "prefill_tokens_per_s": args.requests * args.prompt_len / max(firsts),
             "tpot_p50_ms": statistics.median(lasts) / max(output_len - 1, 1) * 1e3,
-            "cached_tokens": self.engine.load()["cache_hit_tokens"] - hits,
+            "cached_tokens": after["cache_hit_tokens"] - before["cache_hit_tokens"],
         }
 
 
@@ -271,6 +284,7 @@ def _report(
             for name in ("model", "requests", "prompt_len", "shared_len", "output_len")
         },
         **{name: getattr(args, name) for name in ("repeats", "threads", "dtype", "kv_dtype", "kernels")},
+        "overlap": args.overlap,
         "page_size": page_size,
         **medians,
         "parts_s": {name: round(s / args.repeats, 4) for name, s in profile.seconds.items()},
@@ -279,7 +293,7 @@ def _report(
 
 _SHOWN = (
     "wall_s", "cpu_s", "output_tokens_per_s", "output_tokens_per_cpu_s", "ttft_p50_ms",
-    "prefill_tokens_per_s", "tpot_p50_ms", "cached_tokens",
+    "prefill_tokens_per_s", "tpot_p50_ms", "idle_share", "cached_tokens",
 )  # fmt: skip
 
 

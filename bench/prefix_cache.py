@@ -201,7 +201,7 @@ def _serve_one(cache: Any, pools: Any, decode: Any, name: str, turn: _Turn, *, s
     begin = cache.hand_over(request)
     handed = pools.offload(request.kv)
     cache.release(request)
-    cache.forget(name)
+    cache.forget(request)
     if begin is not None:
         kv = decode.adopt(handed)
         stored = len(turn.prompt) + len(turn.answer) - 1  # the last token is never fed in

@@ -10,18 +10,19 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
+from enum import Enum
 
 from transom.errors import DeadlineError, TransomError
-from transom.llm.capacity import pages_for
+from transom.llm.flight import Flight, Runway
+from transom.llm.holdings import Holdings
 from transom.llm.intake import Intake
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.fused import FusedModel
 from transom.llm.output import finish_reason, timings_ms, token_event
-from transom.llm.pools import DualPools, RequestKV
+from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import (
     AnswerEvent,
@@ -33,26 +34,35 @@ from transom.llm.request import (
     KeepAnswer,
     PrefilledEvent,
     Request,
-    ReturnWish,
     Start,
     StartedEvent,
 )
 from transom.llm.runner import ModelRunner, Step, pages_of
 from transom.llm.sampler import Draw
-from transom.llm.scheduler import FreePages, Limits, Order, Plan, plan_step
+from transom.llm.scheduler import Limits, Order, Plan, plan_step
 from transom.llm.views import look
+from transom.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
 
+class _Signal(Enum):
+    LANDED = "a flight has ended"
+    STOP = "end the thread"
+
+
 @dataclass(frozen=True)
 class EngineLimits:
-    """Bounds of one engine. `context_len` counts prompt and output; the pools may lower it."""
+    """Bounds of one engine. `context_len` counts prompt and output; the pools may lower it.
+
+    With `overlap` a step is planned while the one before is computed.
+    """
 
     batch_tokens: int
     running_requests: int
     context_len: int
     swa_release_interval: int
+    overlap: bool = False
 
 
 # A lock takes no infinite timeout, which is what a request without deadline asks for.
@@ -82,9 +92,11 @@ class Engine:
         self._hold = ""
         self._intake = Intake(model.config, pools.device, self.context_len)
         self._eos_ids = model.config.eos_token_ids
-        self._runner = ModelRunner(model, pools)
+        self._runway = Runway(ModelRunner(model, pools), pools.device, self._wake, overlap=limits.overlap)
+        self._flights: deque[Flight] = deque()  # launched; two at most, and one between steps
         self._pools = pools
         self._cache = cache
+        self._holdings = Holdings(pools, cache, limits.swa_release_interval)
         self._order = order
         self._limits = limits
         self._policy_limits = Limits(
@@ -95,15 +107,16 @@ class Engine:
         )
         self._emit = emit
         self._clock = clock
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | _Signal] = queue.SimpleQueue()
+        self._stopped = False
         self._requests: dict[str, Request] = {}  # all of them
         self._running: dict[str, Request] = {}  # those with pages
         self._events: list[Event] = []
         self._next_deadline_s = float("inf")
+        self._leaving: list[tuple[Request, FinishReason | None]] = []
         self._computed_tokens = 0
         self._ahead_tokens = 0
-        self._step_s = self._model_s = 0.0
-        self._retracted_bytes = 0
+        self._step_s = self._model_s = self._landed_s = 0.0
         self._retractions = 0
         self._busy = False
         self._checked = True
@@ -120,14 +133,14 @@ class Engine:
             return False
         begin = time.perf_counter()
         self._expire()
-        plan = self._plan()
+        plan = self._plan_ahead()
         for request_id in plan.retract:
             self._retract(self._requests[request_id])
         # What a prompt will reuse is pinned before the KV of others needs room.
         for request in sorted(map(self._requests.__getitem__, plan.admit), key=_has_host_kv):
             self._admit(request)
-        self._compute_isolated([self._make_step(name, count) for name, count in plan.steps.items()])
-        self._busy = bool(plan.steps or plan.retract)
+        self._launch([self._make_step(name, count) for name, count in plan.steps.items()])
+        self._land(leave=1 if plan.steps and self._limits.overlap else 0)
         if self._busy:
             self._step_s += time.perf_counter() - begin
         self._check_when_idle()
@@ -150,9 +163,13 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after its current step; blocks until it has ended."""
-        self._commands.put(None)
+        self._commands.put(_Signal.STOP)
         if self._thread is not None:
             self._thread.join()
+        self._runway.close()
+
+    def _wake(self) -> None:
+        self._commands.put(_Signal.LANDED)
 
     def submit(self, command: Command) -> None:
         """Hand over a command; thread-safe, never blocks."""
@@ -169,7 +186,7 @@ class Engine:
         Used slots are those that requests keep: cached ones that could be evicted count as free.
         """
         pools, requests, running = self._pools, len(self._requests), len(self._running)
-        free = self._free_pages()
+        free = self._holdings.free_pages
         return {
             "running_requests": running,
             "waiting_requests": max(requests - running, 0),
@@ -181,7 +198,7 @@ class Engine:
             "ahead_tokens": self._ahead_tokens,
             "step_seconds": self._step_s,
             "model_seconds": self._model_s,
-            "retracted_bytes": self._retracted_bytes,
+            "retracted_bytes": self._holdings.retracted_bytes,
             "retractions": self._retractions,
             **(self._cache.figures() if self._cache else {}),
         }
@@ -189,9 +206,14 @@ class Engine:
     # Commands and deadlines.
 
     def _take_commands(self, wait_s: float | None) -> bool:
-        """Apply all commands that are there; without work, wait for the first one or a deadline."""
+        """Apply all commands that are there; without work, wait for the first one or a deadline.
+
+        Return False once `stop` was called.
+        """
+        if self._stopped:
+            return False
         patience = wait_s
-        if self._busy:
+        if self._busy or self._flights:
             patience = 0.0
         elif self._requests:
             until_deadline = min(max(self._next_deadline_s - self._clock(), 0.0), _LONGEST_WAIT_S)
@@ -201,14 +223,24 @@ class Engine:
                 command = (
                     self._commands.get(timeout=patience) if patience != 0.0 else self._commands.get_nowait()
                 )
-                if command is None:
-                    return False
                 self._apply(command)
                 patience = 0.0
         except queue.Empty:
-            return True
+            return not self._stopped
 
-    def _apply(self, command: Command) -> None:
+    def _await(self, flight: Flight) -> None:
+        """Wait until the flight has landed, taking commands as they come."""
+        while not flight.landed:
+            self._apply(self._commands.get())
+            if self._cache is not None and self._commands.empty():
+                for request in self._requests.values():
+                    if request.request_id not in self._running:
+                        self._cache.prepare(request)
+
+    def _apply(self, command: Command | _Signal) -> None:
+        if isinstance(command, _Signal):
+            self._stopped |= command is _Signal.STOP
+            return
         if isinstance(command, Start):
             request = command.request
             self._requests[request.request_id] = request
@@ -249,6 +281,19 @@ class Engine:
 
     # Scheduling.
 
+    def _plan_ahead(self) -> Plan:
+        """Plan the next step; first land the one in flight if it decides what the next one is."""
+        flying = bool(self._flights)
+        if flying and not self._flights[0].foreseeable:
+            self._land()
+        plan = self._plan()
+        if self._flights and plan.retract:
+            # What leaves is what has landed, and perhaps some request is about to end.
+            self._land()
+            plan = self._plan()
+        self._busy = bool(plan.steps or plan.retract or flying)
+        return plan
+
     def _plan(self) -> Plan:
         if not self._requests:
             self.waiting_reason = ""
@@ -257,109 +302,124 @@ class Engine:
         most = self._policy_limits.running_requests
         plan = plan_step(
             *look(self._requests, self._running, self._cache, self._order, most, now),
-            self._free_pages(),
+            self._holdings.free_pages,
             self._policy_limits,
             now_s=now,
             order=self._order,
             hold=self._hold,
         )
         if self._cache is not None:
-            self._cache.follow(plan.follows)
+            self._cache.follow(plan.follows, self._requests)
         if plan.waiting_reason != self.waiting_reason:
             self.waiting_reason = plan.waiting_reason
             logger.debug("waiting: %s", plan.waiting_reason or "nobody")
         return plan
 
-    def _free_pages(self) -> FreePages:
-        if self._cache is not None:
-            return self._cache.free_pages
-        return FreePages(self._pools.full_pages.available, self._pools.swa_pages.available)
-
     def _admit(self, request: Request) -> None:
-        """Give the request pages: those of its own KV, or of the cached prefix, or none yet."""
-        if request.host_kv is not None:
-            if self._cache is not None:
-                full = pages_for(request.host_kv.length, self._pools.page_size)
-                self._cache.make_room(full, full)
-            request.kv = self._pools.adopt(request.host_kv)
-            self._drop_host_kv(request)
+        starts = request.host_kv is not None
+        self._holdings.give_first(request)
+        if starts:
             self._events.append(StartedEvent(request.request_id))
-        elif self._cache is not None:
-            self._cache.attach(request)
-        else:
-            request.kv = RequestKV()
         request.admitted_s = request.admitted_s or self._clock()
         self._running[request.request_id] = request
 
     def _retract(self, request: Request) -> None:
-        """Take the request's pages: decoding ones keep their KV in host memory, prompts start anew."""
-        assert request.kv is not None
-        if request.decoding:
-            request.host_kv = self._pools.offload(request.kv)
-            self._retracted_bytes += request.host_kv.size_bytes
-        else:
-            request.computed = 0
-        request.retractions += 1
+        logger.debug("retracting %s at %d tokens", request.request_id, request.computed)
+        self._holdings.retract(request)
         self._retractions += 1
-        logger.debug("retracted %s at %d tokens", request.request_id, request.kv.length)
-        self._release(request)
+        self._running.pop(request.request_id)
 
     # Computing.
 
     def _make_step(self, request_id: str, count: int) -> Step:
         request = self._requests[request_id]
-        kv, end = pages_of(request), request.computed + count
-        if end > kv.count * self._pools.page_size:
-            (self._cache or self._pools).extend(kv, end)
-        return Step(request, count, request.prompt_complete and count == request.ready_len)
+        begin = request.computed + request.flying
+        end = begin + count
+        self._holdings.extend(request, end)
+        samples = request.prompt_complete and end == request.known_len + request.flying
+        return Step(request, begin, count, samples, request.decoding, not request.prompt_complete)
 
-    @torch.inference_mode()
-    def _compute_isolated(self, steps: Sequence[Step]) -> None:
-        """Compute a batch; if it raises, compute its requests one by one, so that only the culprit fails."""
+    def _launch(self, steps: Sequence[Step]) -> None:
         if not steps:
             return
-        begin = time.perf_counter()
-        try:
-            draws = self._runner.run(steps)
-            self._model_s += time.perf_counter() - begin
-        except Exception as error:
-            if len(steps) > 1:
-                logger.warning("a batch of %d requests failed (%s); trying each alone", len(steps), error)
-                for step in steps:
-                    self._compute_isolated([step])
-                return
-            logger.exception("request %s failed", steps[0].request.request_id)
-            self._fail(steps[0].request, TransomError(f"computing the request failed: {error}"))
-            return
-        self._computed_tokens += sum(step.count for step in steps)
-        self._ahead_tokens += sum(step.count for step in steps if not step.request.prompt_complete)
+        self._flights.append(self._runway.launch(steps, self._flights[-1] if self._flights else None))
         for step in steps:
-            self._advance(step, draws.get(step.request.request_id))
+            step.request.flying += step.count
+
+    def _land(self, leave: int = 0) -> None:
+        """Wait for the flights but the last `leave`, and take note of what they did.
+
+        Once all requests have left the last flight is nobody's any more, and is waited for as well.
+        """
+        while len(self._flights) > (leave if self._requests else 0):
+            flight = self._flights[0]
+            self._await(flight)
+            self._flights.popleft()
+            try:
+                draws = flight.draws()
+            except Exception as error:
+                self._isolate(flight, error)
+                continue
+            self._model_s += flight.ended_s - max(flight.launched_s, self._landed_s)
+            self._landed_s = flight.ended_s
+            self._computed_tokens += sum(step.count for step in flight.steps)
+            self._ahead_tokens += sum(step.count for step in flight.steps if step.ahead)
+            for step in flight.steps:
+                if self._is_wanted(step):
+                    self._advance(step, draws.get(step.request))
+            # Copying KV out takes a while, and the tokens of others shall not wait for it.
+            self._publish()
+            self._let_leave()
+
+    def _isolate(self, flight: Flight, error: Exception) -> None:
+        """Compute the requests of a batch that failed one by one, so that only the culprit fails."""
+        behind = self._flights.popleft() if self._flights else None
+        wanted = [step for step in flight.steps if self._is_wanted(step)]
+        if behind is not None:
+            # It has read what was not written. Waiting for it comes first: it must not write any more.
+            self._await(behind)
+            wanted_behind = [step for step in behind.steps if self._is_wanted(step)]
+        if len(flight.steps) == 1:
+            for step in wanted:
+                logger.error("request %s failed", step.request.request_id, exc_info=error)
+                self._fail(step.request, TransomError(f"computing the request failed: {error}"))
+        else:
+            logger.warning("a batch of %d requests failed (%s); trying each alone", len(flight.steps), error)
+            for step in wanted:
+                self._launch([step])
+                self._land()
+        if behind is not None:
+            self._launch([step for step in wanted_behind if self._has(step.request)])
+
+    def _has(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def _is_wanted(self, step: Step) -> bool:
+        """Take note that a step has ended; if its request has left, free its pages and return False."""
+        request = step.request
+        request.flying -= step.count
+        if self._has(request):
+            return True
+        if not request.flying:
+            self._holdings.forget(request)
+        return False
 
     # After computing.
 
     def _advance(self, step: Step, drawn: Draw | None) -> None:
         request = step.request
-        kv = pages_of(request)
         request.computed += step.count
-        kv.length = request.computed
+        pages_of(request).length = request.computed
         if drawn is not None and drawn.token is None:
             unfit = TransomError("the model's output is not finite (NaN or infinity)")
             self._fail(request, drawn.error or unfit)
             return
-        due = not request.decoding or kv.length % self._limits.swa_release_interval == 0
-        if self._cache is None:
-            if due:
-                self._pools.slide(kv)
-        elif not request.decoding:
-            self._cache.store(request)
-        elif due:
-            self._cache.slide(request)
+        self._holdings.note(step)
         if drawn is not None and drawn.token is not None:
             self._accept(request, drawn.token, drawn)
 
     def _accept(self, request: Request, token: int, drawn: Draw) -> None:
-        """Put a token out; end the request or hand it off if that is due."""
+        """Put a token out; the request leaves if that is due."""
         index = len(request.output_ids)
         request.output_ids.append(token)
         assert request.sampler is not None
@@ -367,58 +427,46 @@ class Engine:
         reason = finish_reason(request, token, self._eos_ids)
         timings = timings_ms(request, self._clock()) if reason or index == 0 else {}
         self._events.append(token_event(request, index, drawn, reason, timings))
-        if reason is None and not request.hands_off:
-            return
-        if self._cache is not None:
-            self._cache.finish(request)
-        if reason is None:
-            host_kv = self._pools.offload(pages_of(request))
-            wanted = self._cache.hand_over(request) if self._cache is not None else None
-            self._events.append(
-                PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv, wanted)
-            )
-        elif request.wish is not None:
-            self._return_answer(request, request.wish)
-        self._forget(request)
+        if reason is not None or request.hands_off:
+            self._leaving.append((request, reason))
 
-    def _return_answer(self, request: Request, wish: ReturnWish) -> None:
-        """Put out the whole pages of what was generated, for the prefix cache where the prompt is."""
-        end = request.computed // wish.page_size * wish.page_size
-        if end > max(wish.begin, request.computed - self._pools.window):
-            host_kv = self._pools.copy_out(pages_of(request), wish.begin, end)
-            self._events.append(AnswerEvent(request.request_id, wish, request.output_ids, host_kv))
-
-    def _release(self, request: Request) -> None:
-        if request.kv is not None:
-            if self._cache is not None:
-                self._cache.release(request)
-            else:
-                self._pools.release(request.kv)
-            request.kv = None
-        self._running.pop(request.request_id, None)
-
-    def _drop_host_kv(self, request: Request) -> None:
-        if request.host_kv is not None and request.retractions:
-            self._retracted_bytes -= request.host_kv.size_bytes
-        request.host_kv = None
+    def _let_leave(self) -> None:
+        """End the requests whose last token is out, and hand off those that go on elsewhere."""
+        leaving, self._leaving = self._leaving, []
+        for request, reason in leaving:
+            self._holdings.finish(request)
+            if reason is None:
+                host_kv, wanted = self._holdings.hand_over(request)
+                token = request.output_ids[-1]
+                self._events.append(
+                    PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv, wanted)
+                )
+            elif request.wish is not None:
+                answer = self._holdings.answer(request, request.wish)
+                if answer is not None:
+                    self._events.append(
+                        AnswerEvent(request.request_id, request.wish, request.output_ids, answer)
+                    )
+            self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        self._release(request)
-        self._drop_host_kv(request)
+        """Let a request go. Its pages are freed when no step in flight uses them any more."""
+        self._holdings.drop_host_kv(request)
         request.embeddings.clear()
-        if self._cache is not None:
-            self._cache.forget(request.request_id)
         self._requests.pop(request.request_id, None)
+        self._running.pop(request.request_id, None)
+        if not request.flying:
+            self._holdings.forget(request)
 
     def _fail(self, request: Request, error: TransomError) -> None:
         self._forget(request)
         self._events.append(FailedEvent(request.request_id, error.info()))
 
     def _check_when_idle(self) -> None:
-        if self._requests:
+        if self._requests or self._flights:
             self._checked = False
         elif not self._checked:
-            (self._cache or self._pools).check_integrity(())
+            self._holdings.check_integrity()
             self._checked = True
 
     def _publish(self) -> None:

@@ -77,7 +77,7 @@ class PrefixCache:
         self._tree = RadixTree(pools, window=pools.window, page_size=pools.page_size)
         self._policy = policy
         self._answers = Answers(self._tree, pools, self._policy) if answers else None
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[Request, _Entry] = {}
         self._followers: frozenset[str] = frozenset()
         self._shared_prefixes = SharedPrefixes()
 
@@ -137,6 +137,10 @@ class PrefixCache:
             shared_pages=(match.length - full) // self._page,
         )
 
+    def prepare(self, request: Request) -> None:
+        """Build the key of a prompt, which takes a while if it is long, before it is asked for."""
+        self._key(request, self._entry(request))
+
     def guess(self, request: Request) -> int:
         """Return how many tokens of a waiting request were stored or cached when it was last looked at."""
         if request.host_kv is not None:
@@ -156,11 +160,11 @@ class PrefixCache:
                 alike[entry.namespace, first_page].append((request.request_id, key))
         return self._shared_prefixes.among(alike.values(), self._page)
 
-    def follow(self, follows: Mapping[str, Follow]) -> None:
+    def follow(self, follows: Mapping[str, Follow], requests: Mapping[str, Request]) -> None:
         """See to it that the leaders keep a window where their followers will start."""
         self._followers = frozenset(follows)
         for follow in follows.values():
-            entry = self._entries[follow.leader]
+            entry = self._entries[requests[follow.leader]]
             if follow.tokens not in entry.branch_points and entry.key is not None:
                 entry.branch_points.append(follow.tokens)
                 self._plan(entry, len(entry.key))
@@ -261,9 +265,9 @@ class PrefixCache:
             entry.lock = None
         self._pools.release(request.kv)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Request) -> None:
         """Drop what is known of a request that holds no pages."""
-        entry = self._entries.pop(request_id, None)
+        entry = self._entries.pop(request, None)
         assert entry is None or entry.lock is None, "forgotten with a lock"
 
     # Figures and checks.
@@ -303,10 +307,10 @@ class PrefixCache:
     # Inside.
 
     def _entry(self, request: Request) -> _Entry:
-        entry = self._entries.get(request.request_id)
+        entry = self._entries.get(request)
         if entry is None:
             namespace = namespace_of(self._model, cache_salt=request.cache_salt)
-            entry = self._entries[request.request_id] = _Entry(namespace)
+            entry = self._entries[request] = _Entry(namespace)
         return entry
 
     def _match(self, request: Request, entry: _Entry) -> Match | None:

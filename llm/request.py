@@ -58,6 +58,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens that were never computed for this request
     max_tokens: int = 0  # what the context leaves of sampling.max_tokens; set when the prompt is complete
     computed: int = 0
+    flying: int = 0  # tokens that are being computed: they count as computed once their step has landed
     kv: RequestKV | None = None
     host_kv: HostKV | None = None
     sampler: SamplerState | None = None
@@ -72,7 +73,9 @@ class Request:
 
     @property
     def ready_len(self) -> int:
-        """Tokens that could be computed now."""
+        """Tokens that could be computed now. While one is decoded the next one can, if there is to be one."""
+        if self.flying and len(self.output_ids) + self.flying >= self.max_tokens:
+            return 0
         return self.ready_from(self.computed)
 
     def ready_from(self, position: int) -> int:

@@ -1,11 +1,12 @@
-"""Runs one batch through the model: embeddings, paged attention, logits, sampling (engine thread).
+"""Runs one batch through the model: embeddings, paged attention, logits, sampling.
 
-Knows what to compute, not why: which requests make up a batch is the engine's and the scheduler's business.
+The engine thread prepares it, the device's computes. Knows what to compute, not why: which requests make up
+a batch is the engine's and the scheduler's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,20 +14,26 @@ import torch
 
 from transom.kernels.ops import Ints
 from transom.llm.model.causal_lm import CausalLM
-from transom.llm.model.fused import FusedModel
+from transom.llm.model.fused import FusedModel, Placement
 from transom.llm.paged_attention import PagedAttention, Span
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.request import Request
-from transom.llm.sampler import Draw, sample
+from transom.llm.sampler import Drawn, SamplerState, sample
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next `count` tokens of one request, whose pages exist; its last row gets a token if `samples`."""
+    """`count` tokens of one request from `begin` on, whose pages exist; the last gets a token if `samples`.
+
+    `decoding` and `ahead` (the end of the prompt had not arrived yet) are as they were when it was planned.
+    """
 
     request: Request
+    begin: int
     count: int
     samples: bool
+    decoding: bool
+    ahead: bool
 
 
 def pages_of(request: Request) -> RequestKV:
@@ -40,6 +47,25 @@ def _batch_order(step: Step) -> tuple[bool, int]:
     return step.count > 1, -pages_of(step.request).count
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All that a step needs on the host, copied or built: requests may go on meanwhile.
+
+    `fed` pairs rows with those of the draws of the batch before, where their token ids come from. `rows`,
+    ascending, are those that get a token, `states` and `indices` their samplers and output indices;
+    `place_of` says which of them is whose.
+    """
+
+    ids: Ints
+    fed: Ints  # (n, 2)
+    media: Sequence[tuple[torch.Tensor, torch.Tensor]]  # rows, and the embeddings that go there
+    placement: Placement | tuple[PagedAttention, Ints]
+    rows: Ints
+    states: Sequence[SamplerState]
+    indices: Sequence[int]
+    place_of: Mapping[Request, int]
+
+
 class ModelRunner:
     """A model and the pools its attention reads and writes."""
 
@@ -47,56 +73,90 @@ class ModelRunner:
         self._model = model
         self._pools = pools
 
-    @torch.inference_mode()
-    def run(self, steps: Sequence[Step]) -> dict[str, Draw]:
-        """Store the KV of the steps' tokens; return the draw of each request that was due one.
-
-        Running the same step again is harmless: it writes the same slots.
-        """
+    def prepare(self, steps: Sequence[Step], before: Batch | None) -> Batch:
+        """Do what a step needs on the host, where what `before`, the last batch, draws may be unknown."""
         steps = sorted(steps, key=_batch_order)
         ids: list[int] = []
-        for request, count in ((step.request, step.count) for step in steps):
-            ids += request.tokens(request.computed, request.computed + count)
-        x = self._model.embed(torch.tensor(ids, device=self._pools.device))
-        row = 0
+        fed: list[tuple[int, int]] = []
+        media: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in steps:
-            if step.request.embeddings:
-                _place_embeddings(x, row, step)
-            row += step.count
+            request, row = step.request, len(ids)
+            if step.begin < request.known_len:
+                ids += request.tokens(step.begin, step.begin + step.count)
+            else:
+                assert before is not None, f"{request.request_id} has no token at {step.begin}"
+                fed.append((row, before.place_of[request]))
+                ids.append(0)
+            if request.embeddings:
+                media += _media_rows(row, step)
         ends = np.cumsum([step.count for step in steps])
         due = [i for i, step in enumerate(steps) if step.samples]
-        hidden = self._forward(x, steps, ends[due] - 1)
-        return self._sample([steps[i].request for i in due], hidden)
+        requests = [steps[i].request for i in due]
+        return Batch(
+            np.array(ids, np.int64),
+            np.array(fed, np.int64).reshape(-1, 2),
+            media,
+            self._place(steps),
+            ends[due] - 1,
+            [request.sampler for request in requests if request.sampler is not None],
+            [steps[i].begin + steps[i].count - len(steps[i].request.prompt_ids) for i in due],
+            {request: place for place, request in enumerate(requests)},
+        )
 
-    def _forward(self, x: torch.Tensor, steps: Sequence[Step], rows: Ints) -> torch.Tensor:
-        """Return the hidden states of `rows`; x may be overwritten."""
+    @torch.inference_mode()
+    def compute(self, batch: Batch, before: torch.Tensor | None) -> Drawn:
+        """Store the KV of the batch's tokens and draw; `before` are the tokens drawn by the batch before.
+
+        Computing the same steps again is harmless: it writes the same slots.
+        """
+        device = self._pools.device
+        ids = _upload(batch.ids, device)
+        if len(batch.fed):
+            assert before is not None
+            rows, places = _upload(batch.fed.T, device)
+            ids.index_copy_(0, rows, before.index_select(0, places))
+        x = self._model.embed(ids)
+        for index, part in batch.media:
+            x.index_copy_(0, index.to(device), part.to(device, x.dtype))
+        hidden = self._forward(x, batch)
+        if not batch.states:
+            return Drawn(torch.zeros(0, dtype=torch.int64, device=device))
+        return sample(self._model.logits(hidden), batch.states, batch.indices)
+
+    def _place(self, steps: Sequence[Step]) -> Placement | tuple[PagedAttention, Ints]:
         if isinstance(self._model, FusedModel):
-            spans = [(pages_of(step.request), step.request.computed, step.count) for step in steps]
-            return self._model.forward(x, self._model.place(self._pools, spans), rows)
-        at = [np.arange(step.request.computed, step.request.computed + step.count) for step in steps]
-        positions = torch.from_numpy(np.concatenate(at)).to(x.device)
+            spans = [(pages_of(step.request), step.begin, step.count) for step in steps]
+            return self._model.place(self._pools, spans)
         attention = PagedAttention(
             self._pools,
-            [Span(pages_of(step.request), step.request.computed, step.count) for step in steps],
+            [Span(pages_of(step.request), step.begin, step.count) for step in steps],
             self._model.config.layers,
         )
-        hidden: torch.Tensor = self._model(x, positions, attention)
-        return hidden.index_select(0, torch.from_numpy(rows).to(x.device))
+        return attention, np.concatenate([np.arange(step.begin, step.begin + step.count) for step in steps])
 
-    def _sample(self, due: Sequence[Request], hidden: torch.Tensor) -> dict[str, Draw]:
-        if not due:
-            return {}
-        states = [request.sampler for request in due if request.sampler is not None]
-        draws = sample(self._model.logits(hidden), states, [len(request.output_ids) for request in due])
-        return {request.request_id: drawn for request, drawn in zip(due, draws, strict=True)}
+    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the hidden states of the batch's rows; x may be overwritten."""
+        if isinstance(self._model, FusedModel):
+            assert isinstance(batch.placement, Placement)
+            return self._model.forward(x, batch.placement, batch.rows)
+        assert isinstance(batch.placement, tuple)
+        attention, positions = batch.placement
+        hidden: torch.Tensor = self._model(x, _upload(positions, x.device), attention)
+        return hidden.index_select(0, _upload(batch.rows, x.device))
 
 
-def _place_embeddings(x: torch.Tensor, row: int, step: Step) -> None:
-    """Put the rows of media over the embeddings of their pads, as far as this chunk covers them."""
-    begin = step.request.computed
+def _upload(array: Ints, device: torch.device) -> torch.Tensor:
+    """Copy without waiting for what the device computes now; on a CPU it shares the array's memory."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def _media_rows(row: int, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the rows of media that replace the embeddings of their pads, as far as this chunk goes."""
+    begin, end = step.begin, step.begin + step.count
+    found = []
     for part in step.request.embeddings:
-        if part.positions[-1] < begin or part.positions[0] >= begin + step.count:
+        if part.positions[-1] < begin or part.positions[0] >= end:
             continue
-        low, high = torch.searchsorted(part.positions, torch.tensor([begin, begin + step.count])).tolist()
-        index = (part.positions[low:high] - begin + row).to(x.device)
-        x.index_copy_(0, index, part.rows[low:high].to(x.device, x.dtype))
+        low, high = torch.searchsorted(part.positions, torch.tensor([begin, end])).tolist()
+        found.append((part.positions[low:high] - begin + row, part.rows[low:high]))
+    return found

@@ -1,4 +1,4 @@
-"""Picks tokens from logits, a whole batch at a time (engine thread; knows neither pools nor processes).
+"""Picks tokens from logits, a whole batch at a time (device thread; knows neither pools nor processes).
 
 Randomness is a pure function of a request's seed and the output index, and each row's arithmetic depends on
 its own settings only: the same tokens come out whatever else is in the batch.
@@ -7,8 +7,9 @@ its own settings only: the same tokens come out whatever else is in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,6 +94,11 @@ class SamplerState:
                 self._bias[token] = bias
 
     @property
+    def remembers(self) -> bool:
+        """Tell whether a draw depends on the tokens drawn before it."""
+        return self.constraint is not None or self._counts is not None
+
+    @property
     def adjustment(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(how often each token was put out, whether it was seen at all, bias), or None: logits stay."""
         if self._counts is None or self._seen is None or self._bias is None:
@@ -125,14 +131,72 @@ class Draw:
     error: RequestError | None = None
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequence[int]) -> list[Draw]:
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities of some rows: `counts` says of which and how many they want beside the drawn one."""
+
+    counts: dict[int, int]
+    own: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+
+class Drawn:
+    """What was drawn, on its way to the host. `tokens` (rows,) are on the device, 0 where there is none."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        finite: torch.Tensor | None = None,
+        errors: Mapping[int, RequestError] | None = None,
+        logprobs: _Logprobs | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self._errors = errors or {}
+        self._counts = logprobs.counts if logprobs else {}
+        parts = [tokens] if finite is None else [tokens, finite]
+        parts += [logprobs.own, logprobs.values, logprobs.ids] if logprobs else []
+        # Copied now: asked for later, the copies would wait for the next batch as well.
+        self._parts = [part.to("cpu", non_blocking=True) for part in parts]
+        self._arrived = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> None:
+        """Block until the device has got this far."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def draws(self) -> list[Draw]:
+        """Return the draw of each row; waits for them."""
+        self.wait()
+        tokens: list[int] = self._parts[0].tolist()
+        if not tokens:
+            return []
+        logprobs = self._read_logprobs(tokens)
+        errors, finite = self._errors, self._parts[1].tolist()
+        return [
+            Draw(token, logprobs.get(i)) if ok and i not in errors else Draw(None, None, errors.get(i))
+            for i, (token, ok) in enumerate(zip(tokens, finite))
+        ]
+
+    def _read_logprobs(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+        if not self._counts:
+            return {}
+        own, values, ids = (part.tolist() for part in self._parts[2:])
+        return {
+            i: TokenLogprob(tokens[i], logprob, list(zip(top_ids[:count], top_values[:count])))
+            for (i, count), logprob, top_ids, top_values in zip(self._counts.items(), own, ids, values)
+        }
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequence[int]) -> Drawn:
     """Pick one token per row of fp32 logits (rows, vocab); `indices` are the rows' output indices.
 
-    Log-probabilities are those of the model, before penalties, biases, grammar and temperature.
+    Log-probabilities are those of the model, before penalties, biases, grammar and temperature. Nothing here
+    waits for the device but the grammars' masks.
     """
-    finite: list[bool] = logits.sum(-1).isfinite().tolist()
-    if not all(finite):
-        logits = logits.masked_fill(~torch.tensor(finite, device=logits.device)[:, None], 0.0)
+    finite = logits.sum(-1).isfinite()
     adjusted, errors = _constrain(_adjust(logits, states), states)
     adjusted = _keep_going(adjusted, states, indices)
     tokens = adjusted.argmax(-1)
@@ -142,16 +206,18 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState], indices: Sequen
         [i for i in drawn if not _sorts(states[i].sampling)],
     ):
         if rows:
-            index = torch.tensor(rows, device=logits.device)
+            index = _upload(rows, logits.device)
             settings = [states[i].sampling for i in rows]
             numbers = [uniform(states[i].sampling.seed, indices[i]) for i in rows]
             tokens[index] = draw(filtered(adjusted.index_select(0, index), settings), numbers)
-    chosen: list[int] = tokens.tolist()
-    logprobs = _logprobs(logits, states, chosen)
-    return [
-        Draw(token, logprobs.get(i)) if ok and i not in errors else Draw(None, None, errors.get(i))
-        for i, (token, ok) in enumerate(zip(chosen, finite))
-    ]
+    # Without a number there is no token, and what NaN led to may not even be in the vocabulary.
+    tokens = tokens.masked_fill_(~finite, 0)
+    return Drawn(tokens, finite, errors, _logprobs(logits, states, tokens))
+
+
+def _upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy host values without waiting for what the device computes now."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _sorts(sampling: Sampling) -> bool:
@@ -165,11 +231,10 @@ def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
         return logits
     counts, seen, bias = (torch.stack(x) for x in zip(*adjustments.values()))
     settings = [states[i].sampling for i in adjustments]
-    repetition, presence, frequency = torch.tensor(
-        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in settings],
-        device=logits.device,
+    repetition, presence, frequency = _upload(
+        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in settings], logits.device
     ).T[:, :, None]
-    index = torch.tensor(list(adjustments), device=logits.device)
+    index = _upload(list(adjustments), logits.device)
     rows = logits.index_select(0, index)
     rows = torch.where(seen, torch.where(rows > 0, rows / repetition, rows * repetition), rows)
     rows = rows - frequency * counts - presence * (counts > 0) + bias
@@ -184,7 +249,7 @@ def _constrain(
     if not constraints:
         return logits, {}
     allowed, errors = masks(list(constraints.values()), logits.shape[-1], logits.device)
-    index = torch.tensor(list(constraints), device=logits.device)
+    index = _upload(list(constraints), logits.device)
     rows = logits.index_select(0, index).masked_fill(~allowed, -math.inf)
     numbers = list(constraints)
     return logits.index_copy(0, index, rows), {numbers[row]: error for row, error in errors.items()}
@@ -195,7 +260,7 @@ def _keep_going(logits: torch.Tensor, states: Sequence[SamplerState], indices: S
     early = [i for i, state in enumerate(states) if indices[i] < state.sampling.min_tokens and state.ends]
     if not early:
         return logits
-    index = torch.tensor(early, device=logits.device)
+    index = _upload(early, logits.device)
     rows = logits.index_select(0, index)
     longer = rows.clone()
     for row, i in enumerate(early):
@@ -210,14 +275,14 @@ def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor
     Top-k keeps exactly k (ties go to the lower id); top-p keeps the fewest most likely tokens whose share of
     what top-k left reaches p; min-p those at least min_p times as likely as the best.
     """
-    columns = torch.tensor([[s.temperature, s.top_p, s.min_p] for s in settings], device=logits.device)
+    columns = _upload([[s.temperature, s.top_p, s.min_p] for s in settings], logits.device)
     temperature, top_p, min_p = columns.T[:, :, None]
     probabilities: torch.Tensor = (logits / temperature).softmax(-1)
     keep = probabilities >= min_p * probabilities.amax(-1, keepdim=True)
     if any(_sorts(s) for s in settings):
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         vocab = logits.shape[-1]
-        top_k = torch.tensor([s.top_k or vocab for s in settings], device=logits.device)[:, None]
+        top_k = _upload([s.top_k or vocab for s in settings], logits.device)[:, None]
         ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, 0.0)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         kept = (before < top_p * ordered.sum(-1, keepdim=True, dtype=torch.float64)) & (ordered > 0)
@@ -229,23 +294,18 @@ def filtered(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor
 def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     """Invert the cumulative distribution of each row of `weights` at its number in [0, 1)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * cumulative[:, -1:]
+    target = _upload(numbers, weights.device, torch.float64)[:, None] * cumulative[:, -1:]
     found: torch.Tensor = torch.searchsorted(cumulative, target, right=True)
     return found[:, 0]
 
 
-def _logprobs(
-    logits: torch.Tensor, states: Sequence[SamplerState], chosen: Sequence[int]
-) -> dict[int, TokenLogprob]:
+def _logprobs(logits: torch.Tensor, states: Sequence[SamplerState], tokens: torch.Tensor) -> _Logprobs | None:
     wanted = {i: state.sampling.top_logprobs for i, state in enumerate(states)}
-    rows = {i: count for i, count in wanted.items() if count is not None}
-    if not rows:
-        return {}
-    index = torch.tensor(list(rows), device=logits.device)
+    counts = {i: count for i, count in wanted.items() if count is not None}
+    if not counts:
+        return None
+    index = _upload(list(counts), logits.device)
     logprobs = logits.index_select(0, index).log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor([[chosen[i]] for i in rows], device=logits.device))[:, 0].tolist()
-    values, ids = logprobs.topk(min(max(rows.values()), logprobs.shape[-1]), dim=-1)
-    return {
-        i: TokenLogprob(chosen[i], logprob, list(zip(top_ids[:count], top_values[:count])))
-        for (i, count), logprob, top_ids, top_values in zip(rows.items(), own, ids.tolist(), values.tolist())
-    }
+    own = logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
+    values, ids = logprobs.topk(min(max(counts.values()), logprobs.shape[-1]), dim=-1)
+    return _Logprobs(counts, own, values, ids)

@@ -151,7 +151,7 @@ class _Step:
 
     def decode(self) -> None:
         """One token for each decoding request; when pages run out the last in order make room."""
-        for view in [v for v in self.alive if v.decoding]:
+        for view in [v for v in self.alive if v.decoding and v.ready_len > 0]:
             if not self._room:
                 return
             while view in self.alive and not self._fits(view, 1):

@@ -50,8 +50,9 @@ def _view(request: Request) -> RequestView:
         request_id=request.request_id,
         arrived_s=request.arrived_s,
         priority=request.priority,
-        stored_len=request.computed,
-        known_len=request.known_len,
+        # What a step in flight decodes is as good as stored, and the token that it draws as good as known.
+        stored_len=request.computed + request.flying,
+        known_len=request.known_len + request.flying,
         ready_len=request.ready_len,
         decoding=request.decoding,
         full_pages=kv.count if kv else 0,

@@ -119,7 +119,8 @@ class FusedModel:
             )  # fmt: skip
             if layer.q is not None:
                 if len(rows) != len(x):
-                    x, tables = x[torch.from_numpy(rows).to(x.device)], tables.narrowed(rows)
+                    x = x[torch.from_numpy(rows).to(x.device, non_blocking=True)]
+                    tables = tables.narrowed(rows)
                 if not len(x):
                     return x
                 q = ops.linear(x, layer.q, norm=layer.input_norm)

@@ -174,6 +174,7 @@ class Harness:
         cached: bool,
         order: Order,
         answers: bool,
+        overlap: bool,
         **limits: int,
     ) -> None:
         bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
@@ -185,7 +186,7 @@ class Harness:
         self.engine = Engine(
             model,
             pools,
-            EngineLimits(**{**bounds, **limits}),
+            EngineLimits(**{**bounds, **limits}, overlap=overlap),
             self._take,
             order=order,
             cache=self.cache,
@@ -260,9 +261,11 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         margin: int = 0,
         answers: bool = False,
         dtype: torch.dtype = torch.float32,
+        overlap: bool = False,
         **limits: int,
     ) -> Harness:
         pools = make_pools(model.config, full=full, swa=swa, page_size=page_size, margin=margin, dtype=dtype)
-        return Harness(model, pools, clock, cached, make_order(policy, lambda: 10.0), answers, **limits)
+        order = make_order(policy, lambda: 10.0)
+        return Harness(model, pools, clock, cached, order, answers, overlap, **limits)
 
     return make

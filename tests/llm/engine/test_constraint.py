@@ -180,7 +180,7 @@ def test_a_batch_is_masked_row_by_row(seed: int, temperature: float, top_k: int)
     sampling = Sampling(max_tokens=9, temperature=temperature, top_k=top_k, seed=seed, logit_bias={3: 100.0})
     states = [SamplerState(sampling, VOCAB, CPU, constraint() if row in (1, 4) else None) for row in range(5)]
     free = [SamplerState(sampling, VOCAB, CPU) for _ in range(5)]
-    mixed, plain = (sample(logits.clone(), one, [0] * 5) for one in (states, free))
+    mixed, plain = (sample(logits.clone(), one, [0] * 5).draws() for one in (states, free))
     assert [mixed[row] for row in (0, 2, 3)] == [plain[row] for row in (0, 2, 3)]
     may = allowed(constraint())
     for row in (1, 4):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import POLICIES
 from transom.llm.request import Drop, Extend, Start
-from transom.llm.runner import Step
-from transom.llm.sampler import Draw
+from transom.llm.runner import Batch, Step
+from transom.llm.sampler import Drawn
 
 Make = Callable[..., Any]
 Check = Callable[..., None]
@@ -25,10 +26,11 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "share", "cached"),
+    ("policy", "share", "cached", "overlap"),
     [
-        *(("fewest-uncached", share, cached) for share in (1.0, 0.5, 0.1) for cached in (False, True)),
-        *((policy, 0.1, True) for policy in POLICIES if policy != "fewest-uncached"),
+        *(("fewest-uncached", share, cached, False) for share in (1.0, 0.5, 0.1) for cached in (False, True)),
+        *(("fewest-uncached", share, cached, True) for share in (0.5, 0.1) for cached in (False, True)),
+        *((policy, 0.1, True, False) for policy in POLICIES if policy != "fewest-uncached"),
     ],
 )
 def test_no_deadlock_in_too_little_memory(
@@ -38,6 +40,7 @@ def test_no_deadlock_in_too_little_memory(
     policy: str,
     share: float,
     cached: bool,
+    overlap: bool,
 ) -> None:
     """Ten requests in the memory that all, half or a tenth of them need at once; one waits for media."""
     lengths = [5 + 7 * i % 60 for i in range(10)]
@@ -45,7 +48,13 @@ def test_no_deadlock_in_too_little_memory(
     least = (max(lengths) + 12) // PAGE + 3
     pages = max(int(needed * share), least)
     harness = make_harness(
-        model, full=pages, swa=max(pages // 2, 9), batch_tokens=16, policy=policy, cached=cached
+        model,
+        full=pages,
+        swa=max(pages // 2, 9),
+        batch_tokens=16,
+        policy=policy,
+        cached=cached,
+        overlap=overlap,
     )
     rows = torch.randn(10, 32, generator=torch.Generator().manual_seed(3))
     head, tail = prompt_of(20, 50), prompt_of(6, 51)
@@ -76,13 +85,21 @@ def test_swa_slots_of_a_64k_token_request(
     bound = (window + chunk) // PAGE + 3
     harness = make_harness(model, full=17_000, swa=bound, batch_tokens=chunk, context_len=70_000, cached=True)
 
-    def run(steps: Sequence[Step]) -> dict[str, Draw]:
+    def prepare(steps: Sequence[Step], before: Batch | None) -> Batch:
         nonlocal peak
         held = sum(kv.swa_count for step in steps if (kv := step.request.kv) is not None)
         peak = max(peak, held)
-        return {step.request.request_id: Draw(1, None) for step in steps if step.samples}
+        due = {step.request: 0 for step in steps if step.samples}
+        nothing = np.empty(0, np.int64)
+        return Batch(nothing, nothing, (), (None, nothing), nothing, (), (), due)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(harness.engine._runner, "run", run)
+    def compute(batch: Batch, before: Any) -> Drawn:
+        count = len(batch.place_of)
+        return Drawn(torch.ones(count, dtype=torch.int64), torch.ones(count, dtype=torch.bool))
+
+    runner = harness.engine._runway._runner
+    monkeypatch.setattr(runner, "prepare", prepare)
+    monkeypatch.setattr(runner, "compute", compute)
     prompt = prompt_of(65_000)
     for name, ids in (("long", prompt), ("longer", [*prompt, *[1] * 300, *prompt_of(900, 1)])):
         harness.submit(name, ids, max_tokens=300)

@@ -29,8 +29,8 @@ actions = st.lists(
 )
 
 
-@given(actions, st.integers(18, 40), st.booleans())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(actions, st.integers(18, 40), st.booleans(), st.booleans())
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.timeout(600)
 def test_random_traffic(
     model: MiMoV2ForCausalLM,
@@ -39,10 +39,12 @@ def test_random_traffic(
     steps: list[tuple[str, int, int]],
     pages: int,
     cached: bool,
+    overlap: bool,
 ) -> None:
     """Two engines with little memory: requests start, grow, are dropped, handed over and retracted."""
-    first = make_harness(model, full=pages, swa=pages // 2, batch_tokens=16, context_len=72, cached=cached)
-    second = make_harness(model, full=pages, swa=pages // 2, batch_tokens=8, context_len=72, cached=cached)
+    memory = {"full": pages, "swa": pages // 2, "context_len": 72, "cached": cached, "overlap": overlap}
+    first = make_harness(model, batch_tokens=16, **memory)
+    second = make_harness(model, batch_tokens=8, **memory)
     prompts: dict[str, list[int]] = {}
     outputs: dict[str, int] = {}
     growing: dict[str, list[int]] = {}

@@ -77,7 +77,7 @@ def test_a_token_depends_on_its_own_row_only(
     def run(chosen: list[tuple[list[float], Sampling, int]]) -> list[int | None]:
         states = [SamplerState(sampling, VOCAB, CPU) for _, sampling, _ in chosen]
         logits = torch.tensor([row for row, _, _ in chosen])
-        return [d.token for d in sample(logits, states, [index for _, _, index in chosen])]
+        return [d.token for d in sample(logits, states, [index for _, _, index in chosen]).draws()]
 
     together = run(cases)
     order = data.draw(st.permutations(range(len(cases))))
@@ -88,7 +88,7 @@ def test_a_token_depends_on_its_own_row_only(
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0] + [-30.0] * (VOCAB - 4))
     states = [state(seed=7)] * 4000
-    drawn = Counter(d.token for d in sample(logits.expand(4000, -1), states, list(range(4000))))
+    drawn = Counter(d.token for d in sample(logits.expand(4000, -1), states, list(range(4000))).draws())
     for token, share in enumerate(logits.softmax(-1).tolist()[:4]):
         assert abs(drawn[token] / 4000 - share) < 5 * math.sqrt(share / 4000)
 
@@ -102,7 +102,7 @@ def test_uniform_numbers_are_spread() -> None:
 
 def test_greedy_ignores_filters_and_seed() -> None:
     logits = torch.tensor([[float(i % 7) for i in range(VOCAB)]])
-    assert sample(logits, [state(temperature=0, top_k=3, top_p=0.1, seed=3)], [0])[0].token == 6
+    assert sample(logits, [state(temperature=0, top_k=3, top_p=0.1, seed=3)], [0]).draws()[0].token == 6
 
 
 def test_penalties_and_bias() -> None:
@@ -114,7 +114,7 @@ def test_penalties_and_bias() -> None:
         chosen = state(**greedy, **fields)
         chosen.observe_prompt([0])
         chosen.observe([1, 1])
-        return sample(logits, [chosen], [2])[0].token
+        return sample(logits, [chosen], [2]).draws()[0].token
 
     assert pick() == 0
     assert pick(frequency_penalty=0.5) == 0
@@ -132,7 +132,7 @@ def test_log_probabilities_are_the_models() -> None:
         state(temperature=0, top_logprobs=3, logit_bias={4: 50.0}),
         state(temperature=0),
     ]
-    first, second, third = sample(logits, states, [0, 0, 0])
+    first, second, third = sample(logits, states, [0, 0, 0]).draws()
     expected = logits.log_softmax(-1)
     assert first.logprob is not None
     assert second.logprob is not None
@@ -149,7 +149,9 @@ def test_only_the_row_that_is_not_finite_fails(bad: float) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 1
     logits[1, 3] = bad
-    draws = sample(logits, [state(temperature=0, top_logprobs=1), state(), state(temperature=0)], [0, 0, 0])
+    draws = sample(
+        logits, [state(temperature=0, top_logprobs=1), state(), state(temperature=0)], [0, 0, 0]
+    ).draws()
     assert [d.token for d in draws] == [5, None, 5]
     assert draws[1].logprob is None
 
@@ -176,7 +178,7 @@ def test_impossible_values_are_refused(fields: dict[str, Any], param: str) -> No
 def test_the_smallest_temperatures_do_not_overflow() -> None:
     logits = torch.tensor([[100.0 - i for i in range(VOCAB)]])
     for temperature in (1e-30, 1e-5, 1e-4, 1e-3):
-        assert sample(logits, [state(temperature=temperature)], [0])[0].token == 0
+        assert sample(logits, [state(temperature=temperature)], [0]).draws()[0].token == 0
 
 
 @given(
@@ -205,14 +207,14 @@ def test_nothing_ends_an_answer_before_min_tokens(
     free = SamplerState(make(**fields), VOCAB, CPU, eos_ids=eos)
     ends = {*(() if ignore_eos else eos), *stops}
     logits = torch.tensor([row, row, row])
-    before, early, after = sample(logits, [free, held, free], [index] * 3)
-    assert before == after == sample(logits[:1], [free], [index])[0]
+    before, early, after = sample(logits, [free, held, free], [index] * 3).draws()
+    assert before == after == sample(logits[:1], [free], [index]).draws()[0]
     if index >= 3:
         assert early == before
         return
     biased = SamplerState(make(logit_bias=dict.fromkeys(ends, -1000.0), **fields), VOCAB, CPU)
     assert early.token not in ends
-    assert early.token == sample(logits[:1], [biased], [index])[0].token
+    assert early.token == sample(logits[:1], [biased], [index]).draws()[0].token
     assert early.logprob is not None
     assert before.logprob is not None
     assert early.logprob.top == before.logprob.top, "log-probabilities are the model's own"
@@ -221,4 +223,4 @@ def test_nothing_ends_an_answer_before_min_tokens(
 def test_where_only_an_end_is_left_it_ends() -> None:
     only = {token: -1000.0 for token in range(VOCAB) if token != 4}
     held = SamplerState(make(min_tokens=3, logit_bias=only), VOCAB, CPU, eos_ids=range(VOCAB))
-    assert sample(torch.zeros(1, VOCAB), [held], [0])[0].token == 4
+    assert sample(torch.zeros(1, VOCAB), [held], [0]).draws()[0].token == 4

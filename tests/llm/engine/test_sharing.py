@@ -23,12 +23,17 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["fewest-uncached", "fcfs", "longest-prefix"])
-@pytest.mark.parametrize("chunk", [7, 32, 64])
+@pytest.mark.parametrize(("chunk", "overlap"), [(7, False), (7, True), (32, False), (64, True)])
 def test_a_shared_prefix_is_computed_once(
-    model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check, chunk: int, policy: str
+    model: MiMoV2ForCausalLM,
+    make_harness: Make,
+    assert_greedy: Check,
+    chunk: int,
+    overlap: bool,
+    policy: str,
 ) -> None:
     """Four arrive in one step; where the prefix ends is known to nobody but from comparing them."""
-    harness = make_harness(model, batch_tokens=chunk, cached=True, policy=policy)
+    harness = make_harness(model, batch_tokens=chunk, cached=True, policy=policy, overlap=overlap)
     prompts = {f"r{i}": prompt_of(61) + prompt_of(9 + i, 10 + i) for i in range(4)}
     for name, prompt in prompts.items():
         harness.submit(name, prompt)
