@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ids that text prompts are drawn from (default %(default)s)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="(default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of prompts and arrivals (default: a new one, as a server may have cached prompts of another run)",
+    )
     parser.add_argument("--out", default="", metavar="FILE", help="append a JSON row a request and a round")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw the run: FILE.svg or FILE.png")
 
@@ -113,10 +119,11 @@ def _load(args: argparse.Namespace) -> Any:
         raise ConfigError(f"--token-ids {args.token_ids}: LOW must be below HIGH")
     if not args.rate >= 0:
         raise ConfigError(f"--rate {args.rate}: must be 0 or more")
+    seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     return Load(
         requests=args.requests, concurrency=args.concurrency, rate=args.rate, prompt_lens=lengths,
         shared_len=args.shared_tokens, output_len=args.output_tokens, mix=parse_mix(args.mix),
-        token_ids=(low_id, high_id), rounds=args.rounds, seed=args.seed, model=args.model,
+        token_ids=(low_id, high_id), rounds=args.rounds, seed=seed, model=args.model,
     )  # fmt: skip
 
 
