@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         metavar="N",
-        help="of prompts and arrivals (default: a new one, as a server may have cached prompts of another run)",
+        help="of prompts and arrivals (default: a new one, as a warm server may have cached earlier prompts)",
     )
     parser.add_argument("--out", default="", metavar="FILE", help="append a JSON row a request and a round")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw the run: FILE.svg or FILE.png")
