@@ -119,6 +119,7 @@ function workerFigures(stage, worker) {
 export function drawFleet(fleet) {
   const nodes = [];
   for (const { stage, workers, ready, total } of fleet.stages) {
+    if (!total && !fleet.missing.includes(stage)) continue; // this fleet does without
     const title = make("h3", `stage-title ${stage}`, STAGES[stage] ?? stage);
     title.append(make("small", "", ` ${ready} of ${total} ready`));
     const list = make("ul", "workers");
