@@ -51,6 +51,9 @@ class GatewayConfig(StageConfig):
     max_body_mb: int = setting(64, "size of a request body", ge=1, le=4096)
     max_buffered_mb: int = setting(1024, "size of all request bodies held at once", ge=1, le=1_048_576)
     max_media_items: int = setting(64, "media items of one request", ge=0, le=4096)
+    max_request_visual_tokens: int = setting(
+        1_000_000, "tokens of all images and videos of one request", ge=1, le=10**8
+    )
     max_media_mb: int = setting(48, "decoded size of one inline media item", ge=1, le=4096)
     max_embedding_mb: int = setting(
         16, "embeddings of one item that /v1/media/embeddings gives out", ge=1, le=4096

@@ -100,6 +100,11 @@ class Exchange:
             choice.unread_limit_bytes = limit_bytes
             choice.hang_up = hang_up
 
+    def bound_visual(self, limit_tokens: int, params: Sequence[str]) -> None:
+        """Fail as soon as the images and videos of `params`, all together, have more tokens than that."""
+        for choice in self.choices:
+            choice.visual_limit, choice.media_params = limit_tokens, params
+
     def take(self) -> list[tuple[int, list[TokenChunk]]]:
         """Return the new chunks by choice; raise the error of a failed one."""
         try:

@@ -226,6 +226,8 @@ class Handlers:
                         priority=generation.priority,
                     )
                 )
+                params = [one.item.param for one in job.attachments]
+                exchange.bound_visual(self._config.max_request_visual_tokens, params)
                 timeline.mark("send")
             try:
                 return await self._observed(request, job, exchange, observed)

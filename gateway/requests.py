@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from transom.errors import CancelledRequestError, StageLostError, TransomError, from_info
+from transom.errors import CancelledRequestError, MediaError, StageLostError, TransomError, from_info
 from transom.gateway.fleet import StageName
 from transom.messages import Abort, EncodeDone, PromptStats, RequestFailed, TokenChunk
 
@@ -49,6 +49,8 @@ class LiveRequest:
     timings_ms: dict[str, float] = field(default_factory=dict)
     # Called when more output waits than the limit; says whether a client that doesn't read was the reason.
     unread_limit_bytes: int = 0
+    visual_limit: int = 0  # tokens of all images and videos; 0: none
+    media_params: Sequence[str] = ()  # where the client wrote each item
     hang_up: Callable[[], bool] | None = None
     _unread_bytes: int = 0
     _next_index: int = 0
@@ -77,6 +79,7 @@ class LiveRequest:
         self._parked[chunk.index] = chunk
         if chunk.prompt is not None:
             self.stats = chunk.prompt
+            self._bound_visual(chunk.prompt.image_tokens + chunk.prompt.video_tokens, "messages")
         self.timings_ms.update(chunk.timings_ms)
         while (ready := self._parked.pop(self._next_index, None)) is not None:
             self._ordered.append(ready)
@@ -110,6 +113,18 @@ class LiveRequest:
         if work is not None:
             self._uncount(work)
             self.encode_done[message.item_index] = message
+            seen = [one for one in self.encode_done.values() if one.modality != "audio"]
+            if message.modality != "audio" and message.item_index < len(self.media_params):
+                param = self.media_params[message.item_index]
+                self._bound_visual(sum(one.media_tokens - one.audio_tokens for one in seen), param)
+
+    def _bound_visual(self, tokens: int, param: str) -> None:
+        """Fail when there are too many; `param` is what brought the last of them."""
+        if self.visual_limit and tokens > self.visual_limit:
+            text = (
+                f"{param}: with this {tokens} visual tokens, at most {self.visual_limit} are allowed in all"
+            )
+            self.fail(MediaError(text, param=param))
 
     def on_failed(self, message: RequestFailed) -> None:
         """End the request with a worker's error."""

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.gateway.conftest import FleetFactory
-from tests.gateway.fake_workers import Script, ScriptedFleet, ScriptedWorker
+from tests.gateway.fake_workers import ROWS, Script, ScriptedFleet, ScriptedWorker
 from tests.gateway.test_chat import PIXEL, user
 from transom.errors import DeadlineError, ErrorInfo, OverloadedError
 from transom.messages import Abort, EncodeJob, KVHandoff, PrefillJob, TokenChunk, TokenLogprob
@@ -180,6 +180,28 @@ async def test_the_deadline_ends_a_request_everywhere(start_fleet: FleetFactory)
         async with session.post(f"{fleet.url}/v1/chat/completions", json=BODY) as response:
             said = (await response.json())["error"]["message"]
             assert (response.status, said) == (504, "the answer was not complete after 0.3 s")
+    await until_idle(fleet)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_visual_tokens_are_counted_over_all_items(start_fleet: FleetFactory, stream: bool) -> None:
+    """Each item keeps to its encoder's limits; together they keep to the gateway's. Sounds don't count."""
+    fleet = await start_fleet(max_request_visual_tokens=2 * ROWS)
+    image = {"type": "image_url", "image_url": {"url": PIXEL}}
+    sound = {"type": "audio_url", "audio_url": {"url": "https://host/a.wav"}}
+
+    async def ask(*parts: Any) -> tuple[int, Any]:
+        body = {"messages": user([*parts]), "stream": stream}
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=body) as response:
+            return response.status, None if response.status == 200 else (await response.json())["error"]
+
+    async with aiohttp.ClientSession() as session:
+        assert (await ask(image, sound, sound, image))[0] == 200
+        status, error = await ask(image, sound, image, image)
+    assert (status, error["code"]) == (400, "invalid_media")
+    assert error["param"].startswith("messages")
+    assert error["message"].startswith(f"{error['param']}: with this {3 * ROWS} visual tokens")
+    assert f"at most {2 * ROWS} are allowed in all" in error["message"]
     await until_idle(fleet)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transom.errors import ErrorInfo, OverloadedError, StageLostError, UnavailableError
+from transom.errors import ErrorInfo, MediaError, OverloadedError, StageLostError, UnavailableError
 from transom.gateway.exchange import Attachment, Dispatcher, Plan, spread_seed
 from transom.gateway.fleet import Fleet, StageName
 from transom.gateway.prompt import Prompt
@@ -23,6 +23,7 @@ from transom.messages import (
     EncodeDone,
     Join,
     Message,
+    Modality,
     Ping,
     Pong,
     PrefillJob,
@@ -230,6 +231,25 @@ def live(wake: list[int], released: list[str]) -> LiveRequest:
 
 def chunk(index: int, count: int = 1, **more: Any) -> TokenChunk:
     return TokenChunk(request_id="r", index=index, token_ids=list(range(index, index + count)), **more)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_the_item_that_passes_the_visual_limit_is_named(order: tuple[int, ...]) -> None:
+    """A video's sound and a sound count for nothing."""
+    request = live([], [])
+    request.encoders = {number: Work(f"e{number}", "encoder", 5) for number in range(3)}
+    request.visual_limit, request.media_params = 100, ("first", "second", "third")
+    kinds: list[tuple[Modality, int, int]] = [("image", 60, 0), ("audio", 500, 500), ("video", 90, 49)]
+    for number in order:
+        modality, tokens, sound = kinds[number]
+        assert not request.has_news()
+        request.on_encode_done(
+            EncodeDone(request_id="r", item_index=number, modality=modality, content_key="k",
+                       media_tokens=tokens, audio_tokens=sound)
+        )  # fmt: skip
+    with pytest.raises(MediaError, match="101 visual tokens, at most 100 are allowed in all") as refused:
+        request.take()
+    assert refused.value.param == ("first", "second", "third")[order[-1]]
 
 
 @given(
