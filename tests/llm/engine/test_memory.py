@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from transom.kernels.native_ops import NativeOps
+from transom.llm.model.fused import fused
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import POLICIES
 from transom.llm.request import Drop, Extend, Start
-from transom.llm.runner import Batch, Step
-from transom.llm.sampler import Drawn
 
 Make = Callable[..., Any]
 Check = Callable[..., None]
@@ -74,40 +73,40 @@ def test_no_deadlock_in_too_little_memory(
 
 
 def test_swa_slots_of_a_64k_token_request(
-    model: MiMoV2ForCausalLM, make_harness: Make, monkeypatch: pytest.MonkeyPatch
+    make_model: Make, make_harness: Make, native_ops: NativeOps
 ) -> None:
-    """65,000 tokens of prompt, 300 of output, and a second turn, in an SWA pool of window + chunk.
+    """65,000 tokens of prompt and 300 of output in an SWA pool of window + chunk, then half the answer again.
 
-    Nothing is computed, which would take a minute: the slots are what is tested.
+    One full layer with one head: its 2 * 10^9 pairs of query and key are what takes the time.
     """
-    chunk, window, peak = 1000, model.config.layers[1].window, 0
-    assert window is not None
-    bound = (window + chunk) // PAGE + 3
-    harness = make_harness(model, full=17_000, swa=bound, batch_tokens=chunk, context_len=70_000, cached=True)
-
-    def prepare(steps: Sequence[Step], before: Batch | None) -> Batch:
-        nonlocal peak
-        held = sum(kv.swa_count for step in steps if (kv := step.request.kv) is not None)
-        peak = max(peak, held)
-        due = {step.request: 0 for step in steps if step.samples}
-        nothing = np.empty(0, np.int64)
-        return Batch(nothing, nothing, (), (None, nothing), nothing, (), (), due)  # type: ignore[arg-type]
-
-    def compute(batch: Batch, before: Any) -> Drawn:
-        count = len(batch.place_of)
-        return Drawn(torch.ones(count, dtype=torch.int64), torch.ones(count, dtype=torch.bool))
-
-    runner = harness.engine._runway._runner
-    monkeypatch.setattr(runner, "prepare", prepare)
-    monkeypatch.setattr(runner, "compute", compute)
+    chunk, page_size = 2048, 16
+    shape = {"num_hidden_layers": 3, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}
+    model = make_model(**shape, num_attention_heads=1, max_position_embeddings=70_000)
+    window = model.config.layers[1].window
+    bound = (window + chunk) // page_size + 3
+    harness = make_harness(
+        fused(model, native_ops), full=4200, swa=bound, page_size=page_size, batch_tokens=chunk,
+        context_len=70_000, cached=True, overlap=True,
+    )  # fmt: skip
     prompt = prompt_of(65_000)
-    for name, ids in (("long", prompt), ("longer", [*prompt, *[1] * 300, *prompt_of(900, 1)])):
-        harness.submit(name, ids, max_tokens=300)
-        harness.run()
-    assert chunk // PAGE <= peak <= bound
+
+    def run(name: str, ids: Sequence[int], max_tokens: int) -> float:
+        """Return the most SWA slots that the request ever held."""
+        harness.submit(name, ids, max_tokens=max_tokens)
+        peak = 0.0
+        while name not in harness.finished:
+            harness.engine.step()
+            peak = max(peak, harness.engine.load()["swa_used_slots"])
+        return peak
+
+    assert chunk <= run("long", prompt, 300) <= bound * page_size
+    half = harness.tokens["long"][:150]
+    # A window, the half that is computed anew behind the cached prompt, and the pages that both end on.
+    assert run("again", [*prompt, *half], 150) <= window + 150 + 3 * page_size
+    assert harness.tokens["again"] == harness.tokens["long"][150:]
     load = harness.engine.load()
     assert load["retractions"] == 0
-    assert load["computed_tokens"] <= 65_299 + 900 + 299 + 2 * PAGE
+    assert load["computed_tokens"] <= 65_299 + 150 + 149 + 2 * page_size
     harness.assert_nothing_left()
 
 
