@@ -72,6 +72,27 @@ def test_events_are_those_of_one_step_after_the_other(
                 assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_a_sampler_with_a_memory_draws_when_it_knows_the_token_before(
+    model: MiMoV2ForCausalLM, make_harness: Make, kind: str
+) -> None:
+    """Nothing is launched behind such a request's step; behind those of others it is."""
+    harness = make_harness(model, overlap=True)
+    launch, behind = harness.engine._launch, []
+
+    def launching(steps: Any) -> None:
+        behind.append(len(harness.engine._flights))
+        launch(steps)
+
+    harness.engine._launch = launching
+    harness.submit("a", prompt_of(9), sampling=Sampling(max_tokens=8, ignore_eos=True, **SAMPLINGS[kind]))
+    harness.run()
+    assert len(harness.tokens["a"]) == 8
+    forgets = kind in ("greedy", "drawn", "filtered")
+    assert behind[:8] == ([0, 0, *[1] * 6] if forgets else [0] * 8)
+    harness.assert_nothing_left()
+
+
 class Gate:
     """Holds the model back until the test lets it go on, and counts what it is asked for."""
 
