@@ -39,9 +39,9 @@ class Chunk:
         return self.rows.reshape(-1).view(np.uint8).data
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reader:
-    """How far one request has followed an encoding."""
+    """How far one request has followed an encoding. Two are never the same, wherever they are."""
 
     position: int = 0
 

@@ -13,10 +13,14 @@ import socket
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import RawResponseMessage
+from aiohttp.streams import StreamReader
 from yarl import URL
 
 from transom.encoder.config import EncoderConfig
@@ -31,6 +35,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK_BYTES = 256 * 1024
 _MAX_URL_CHARS = 8192
 _MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63  # RFC 1035
+_MAX_INTERIM = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +191,28 @@ class Fetched:
     validator: Validator | None
 
 
+class _Protocol(ResponseHandler):
+    """Ends a connection whose server only says, again and again, that an answer will come (1xx)."""
+
+    _interim = 0
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        """Take one response, final or not."""
+        self._interim = self._interim + 1 if 100 <= data[0].code < 200 else 0
+        if self._interim <= _MAX_INTERIM:
+            super().feed_data(data, size)
+        elif self.exception() is None:
+            self.set_exception(aiohttp.ClientError("too many interim responses"))
+            if self.transport is not None:
+                self.transport.abort()
+
+
+class _Connector(aiohttp.TCPConnector):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._factory = partial(_Protocol, loop=self._loop)  # type: ignore[assignment]
+
+
 class Fetcher:
     """Downloads under limits. All methods run on the loop that called `start`."""
 
@@ -199,7 +226,7 @@ class Fetcher:
         """Open the session; no request is made."""
         limits = self.limits
         self._resolver = JudgingResolver(limits.allow_private, limits.dns_servers)
-        connector = aiohttp.TCPConnector(
+        connector = _Connector(
             resolver=self._resolver,
             use_dns_cache=False,
             limit=limits.concurrency,

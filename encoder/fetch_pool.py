@@ -1,7 +1,7 @@
 """The fetch workers of an encoder: their processes, what each is downloading, and what becomes of it.
 
-Encoder process (front), event loop. What a worker's death left undone is downloaded once more, each item in a
-process of its own, so that the one which ended the worker ends nothing else.
+Encoder process (front), event loop. What a worker's end left undone is downloaded again: by another worker if
+it was ended from outside, else each item by a process that has nothing else, so that no neighbour pays.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _START_TIMEOUT_S = 60.0
 _END_S = 2.0
 _STABLE_S = 10.0
 _MAX_BACKOFF_S = 5.0
+_COMMON_TRIES = 2  # of an item whose worker was ended from outside
 _TRIALS = 4  # at a time
 _numbers = itertools.count()
 
@@ -180,6 +181,8 @@ class FetchPool:
         self._trials = asyncio.Semaphore(_TRIALS)
         self._workers: list[_Worker] = []
         self._alone: set[_Worker] = set()
+        self._spare: list[_Worker] = []  # of those, while there are further suspects
+        self._suspects = 0
         self._changed = Signal()
         self._tasks: set[asyncio.Task[None]] = set()
         self._backoff_s = 0.0
@@ -214,19 +217,27 @@ class FetchPool:
         """
         check_length(url)
         async with self._slots:
+            for _ in range(_COMMON_TRIES):
+                try:
+                    return await self._within(await self._least_busy(), url, known)
+                except _LostError as lost:
+                    if is_crash(lost.exit_code):
+                        break  # by one of those that it was downloading
+            self._suspects += 1
             try:
-                return await self._within(await self._least_busy(), url, known)
-            except _LostError:
-                pass
-            async with self._trials:
-                return await self._by_itself(url, known)
+                async with self._trials:
+                    return await self._by_itself(url, known)
+            finally:
+                self._suspects -= 1
+                while self._spare and not self._suspects:
+                    self._spare.pop().close()
 
     async def _within(self, worker: _Worker, url: str, known: Validator | None) -> Download | None:
         try:
             async with asyncio.timeout(self._patience_s):
                 return await worker.fetch(url, known)
         except TimeoutError:
-            worker.process.kill()  # it has limits of its own, and does not keep them
+            worker.process.kill()  # it has limits of its own, and does not keep to them
             raise MediaError(f"download of the URL took over {self._limits.total_s:g} s, the limit") from None
 
     async def _least_busy(self) -> _Worker:
@@ -236,18 +247,35 @@ class FetchPool:
 
     async def _by_itself(self, url: str, known: Validator | None) -> Download | None:
         """Download in a process that has nothing else to do."""
-        worker = _Worker(self._encoded)
-        self._alone.add(worker)
-        self._track(self._bury(worker))
+        worker = self._spare_or_new()
+        is_sound = False
         try:
-            return await self._within(worker, url, known)
+            download = await self._within(worker, url, known)
+            is_sound = True
+            return download
+        except MediaError:
+            is_sound = True
+            raise
         except _LostError as lost:
             how = describe_exit(lost.exit_code)
             if is_crash(lost.exit_code):
                 raise MediaError(f"the download crashed on this item ({how})") from None
             raise TransomError(f"the processes that downloaded this item were ended ({how})") from None
         finally:
-            worker.close()
+            if is_sound and not worker.ended.is_set():
+                self._spare.append(worker)
+            else:
+                worker.close()
+
+    def _spare_or_new(self) -> _Worker:
+        while self._spare:
+            worker = self._spare.pop()
+            if not worker.ended.is_set():
+                return worker
+        worker = _Worker(self._encoded)
+        self._alone.add(worker)
+        self._track(self._bury(worker))
+        return worker
 
     async def _bury(self, worker: _Worker) -> None:
         await worker.ended.wait()

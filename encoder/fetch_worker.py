@@ -105,8 +105,11 @@ async def _serve(sock: socket.socket) -> int:
     except ConfigError as error:
         wire.send(sock, wire.Unready(error.message))
         return 1
-    wire.send(sock, wire.Ready())
-    await _Downloads(sock, fetcher).serve()
+    try:
+        wire.send(sock, wire.Ready())
+        await _Downloads(sock, fetcher).serve()
+    finally:
+        await fetcher.close()
     return 0
 
 

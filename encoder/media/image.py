@@ -45,6 +45,7 @@ FORMATS = (
 )  # fmt: skip
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSED = (5, 6, 7, 8)
+_MOST_DRAWN = 20  # largest pictures that may be drawn on the way to a frame of an animation
 _NARROW_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -105,7 +106,7 @@ def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
             try:
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
             except UnidentifiedImageError:
-                found = describe_unreadable_picture(data)
+                found = describe_unreadable_picture(data, reads_heic="HEIF" in FORMATS)
                 kind = "can't be decoded" if found.startswith("a damaged") else "format is not supported"
                 raise MediaError(f"image {kind}: the bytes look like {found}") from None
             return _decode(image, data, job)
@@ -182,6 +183,10 @@ def _through_pillow(image: Image.Image, target: tuple[int, int], job: ImageJob) 
         frames = getattr(image, "n_frames", 1)
         if job.frame_index >= frames:
             raise MediaError(f"frame_index is {job.frame_index}, the image has {frames} frames")
+        # Every frame is drawn on the canvas of those before it, however little of it it changes.
+        drawn, limit = (job.frame_index + 1) * image.width * image.height, _MOST_DRAWN * job.max_image_pixels
+        if drawn > limit:
+            raise MediaError(f"frame_index is {job.frame_index}: {drawn} pixels up to it, limit {limit}")
         image.seek(job.frame_index)
     large = image.size[0] * image.size[1] > job.full_decode_pixels
     if large and image.format == "JPEG":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _HEAD_BYTES = 512
-_PICTURES = ("a JPEG picture", "a PNG picture", "a GIF picture", "a WebP picture")
+_PICTURES = ("a JPEG picture", "a PNG picture", "a GIF picture", "a WebP picture", "an AVIF picture")
 _NEITHER_SOUND_NOR_VIDEO = (
     *_PICTURES, "HEIC", "an HTML page", "XML or SVG", "a PDF", "a playlist", "a Photoshop file",
     "a ZIP archive", "gzip data", "JSON", "text",
@@ -15,10 +15,12 @@ def is_no_clip(words: str) -> bool:
     return words in _NEITHER_SOUND_NOR_VIDEO
 
 
-def describe_unreadable_picture(data: memoryview) -> str:
+def describe_unreadable_picture(data: memoryview, *, reads_heic: bool) -> str:
     """Return the same for bytes that no picture could be read from: then pictures are damaged."""
     found = describe(data)
-    return f"a damaged {found[2:].removesuffix(' picture')}" if found in _PICTURES else found
+    if found in _PICTURES or (reads_heic and found == "HEIC"):
+        return f"a damaged {found.removeprefix('a ').removeprefix('an ').removesuffix(' picture')}"
+    return found
 
 
 def describe(data: memoryview) -> str:
@@ -37,6 +39,8 @@ def describe(data: memoryview) -> str:
         return "a playlist"
     if head[4:8] == b"ftyp":
         brand = head[8:12].decode("latin-1")
+        if brand in ("avif", "avis"):
+            return "an AVIF picture"
         return (
             "HEIC" if brand in ("heic", "heix", "mif1", "msf1", "hevc") else f"an MP4 family file ({brand!r})"
         )

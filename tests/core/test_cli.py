@@ -345,3 +345,14 @@ async def test_log_lines_keep_their_prefix_beside_the_spinner() -> None:
         run._log_line("encoder", f"[bold] {'x' * 200}")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
     assert f"encoder | [bold] {'x' * 200}\n" in plain
+
+
+def test_a_stage_gives_back_at_its_end_what_the_process_holds(tmp_path: Path) -> None:
+    """Stages end without Python's own end; shared memory that is still read is given back all the same."""
+    code = (
+        "import atexit\nfrom transom.cli import main\natexit.register(print, 'given back', flush=True)\n"
+        f"main(['encoder', '--model', {str(tmp_path / 'none')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == "given back"

@@ -6,6 +6,7 @@ Config classes are imported eagerly (they are free of torch), stage classes when
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import sys
@@ -117,4 +118,6 @@ def _run(args: argparse.Namespace) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Shared memory whose last views end with the process is given back here.
+    atexit._run_exitfuncs()
     os._exit(code)

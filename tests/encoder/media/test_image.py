@@ -134,6 +134,18 @@ def test_animation_gives_the_frame_asked_for(kind: str, image_job: Job, make_ima
         decode_image(data, image_job(frame_index=3))
 
 
+def test_frames_on_the_way_to_one_are_bounded_by_what_they_draw(
+    image_job: Job, make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # the decoder sets it to the job's
+    frames = [Image.new("RGB", (40, 40), (number, 0, 0)) for number in range(30)]
+    data = make_image(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    job = image_job(max_image_pixels=2000, frame_index=20)
+    assert decode_image(data, job).pixels[0, 0].tolist() == [20, 0, 0]
+    with pytest.raises(MediaError, match="frame_index is 25: 41600 pixels up to it, limit 40000"):
+        decode_image(data, image_job(max_image_pixels=2000, frame_index=25))
+
+
 def test_jpeg_equals_pillow_within_rounding(image_job: Job, make_image: Make) -> None:
     for subsampling in (0, 2):
         data = make_image(picture(333, 211), "JPEG", quality=90, subsampling=subsampling)
@@ -259,7 +271,9 @@ def test_jpeg_with_its_last_128_bytes_cut_is_refused(image_job: Job, make_image:
         (bytes(range(256)) * 4, "unknown binary data"),
         (b"just some text", "text"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "text"),
-        (b"\x89PNG\r\n\x1a\n", "a damaged PNG"),
+        (b"\x89PNG\r\n\x1a\n", "can't be decoded: the bytes look like a damaged PNG"),
+        (b"\0\0\0\x1cftypavif" + bytes(40), "can't be decoded: the bytes look like a damaged AVIF"),
+        (b"\0\0\0\x1cftypheic" + bytes(40), "the bytes look like (a damaged )?HEIC"),
     ],
 )
 def test_what_is_no_image_is_named(data: bytes, said: str, image_job: Job) -> None:

@@ -54,6 +54,27 @@ async def test_an_error_reaches_readers_after_the_chunks_before_it() -> None:
     assert not source.joinable
 
 
+async def test_who_leaves_is_told_from_who_is_at_the_same_place() -> None:
+    size = chunk(0).size_bytes
+    source = encoding(window=size)
+    first, second = source.join(), source.join()
+    source.leave(second)
+    producer = asyncio.create_task(_produce(source, 4))
+    # If the other one were thought to have left, the producer would wait for who is gone.
+    async with asyncio.timeout(10):
+        for _ in range(4):
+            assert await source.next(first) is not None
+    assert await source.next(first) is None
+    source.leave(first)
+    assert source.abandoned
+    await producer
+
+
+async def _produce(source: Encoding, count: int) -> None:
+    for number in range(count):
+        await source.publish(chunk(number, last=number == count - 1))
+
+
 async def test_an_error_keeps_nothing_alive() -> None:
     """Neither with who failed nor with who was told; the collector of cycles is not needed."""
     gc.collect()

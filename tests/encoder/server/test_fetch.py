@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gzip
 import socket
@@ -388,6 +389,32 @@ async def test_slow_hosts_do_not_wait_for_each_other(origin: Origin) -> None:
     results = await asyncio.gather(*(fetcher.fetch(f"{origin.base}/{n}") for n in range(4)))
     await fetcher.close()
     assert [bytes(result.data) for result in results if result is not None] == [BODY] * 4
+
+
+async def test_a_server_that_only_promises_an_answer_is_cut_off() -> None:
+    hints = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+    told = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal told
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+        with contextlib.suppress(ConnectionError):
+            if path == b"/some":
+                writer.write(hints * 5 + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody")
+            while path == b"/endless":
+                writer.write(hints * 50)
+                told += 50
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    base = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        assert await fetched(f"{base}/some") == b"body"
+        with pytest.raises(MediaError, match="its server's answer is not HTTP"):
+            await fetched(f"{base}/endless", total_s=30.0)
+    assert told < 100_000
 
 
 @pytest.mark.parametrize(
