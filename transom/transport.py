@@ -115,6 +115,8 @@ class _Peer:
                 self._queue.popleft()
                 self.queued_bytes -= item.size_bytes
             self._room.set()
+            # It may hold leased memory, and the next message may be long in coming.
+            del item
 
     async def _watch(self) -> None:
         while True:
