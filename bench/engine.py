@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="(default %(default)s)")
     parser.add_argument(
         "--overlap",
-        choices=("on", "off"),
-        default="on",
+        choices=("auto", "on", "off"),
+        default="auto",
         help="plan a step while one is computed (default %(default)s)",
     )
     parser.add_argument(
@@ -182,7 +182,7 @@ class Load:
             kernels=args.kernels,
             kernel_build_wait_s=600,
             kv_memory_gb=1.0,
-            overlap=args.overlap == "on",
+            overlap=args.overlap,
             max_running_requests=max(args.requests, 1),
         )
         self.engine, self.model = build_engine(config, self._take)

@@ -45,7 +45,11 @@ class LlmConfig(StageConfig):
     max_context_len: int = setting(0, "longest prompt plus output; 0: what the model allows", ge=0)
     max_batch_tokens: int = setting(512, "tokens computed in one step: the chunk of a long prompt", ge=1)
     max_running_requests: int = setting(64, "requests computed in one step", ge=1, le=65536)
-    overlap: bool = setting(True, "plan the next step while one is computed")
+    overlap: str = setting(
+        "auto",
+        "plan the next step while one is computed; auto: on a device of its own, not on the CPU that plans",
+        choices=("auto", "on", "off"),
+    )
     schedule_policy: str = setting(
         "fewest-uncached",
         "who is computed next within a priority: fewest tokens left to compute with a credit for waiting,"

@@ -130,7 +130,7 @@ def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tupl
         running_requests=config.max_running_requests,
         context_len=config.max_context_len or model.config.max_position_embeddings,
         swa_release_interval=config.swa_release_interval,
-        overlap=config.overlap,
+        overlap=config.overlap == "on" or (config.overlap == "auto" and device.type != "cpu"),
     )
     ops = kernels.ops(wait_s=config.kernel_build_wait_s, threads=threads)
     fast = fused(model, ops) if ops is not None else None
