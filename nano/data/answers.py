@@ -254,6 +254,11 @@ def _seconds(second: int) -> str:
     return f"{second // 60:02d}:{second % 60:02d}"
 
 
+def _listed(facts: VideoFacts) -> str:
+    """Tell what is seen at each time stamp: a list keeps a small model to what it sees, one look at a time."""
+    return sentence(", ".join(f"{_seconds(second)} {label}" for label, second in facts.order))
+
+
 def describe_video(facts: VideoFacts) -> str:
     """Answer an open question about a video; its sound, if any, in a second sentence."""
     if facts.kind == "unknown":
@@ -267,8 +272,7 @@ def describe_video(facts: VideoFacts) -> str:
     elif facts.kind == "motion":
         seen = sentence(f"{article(f'{facts.colour} {facts.shape}')} moves {facts.direction}")
     else:
-        listed = [f"{label} at {_seconds(second)}" for label, second in facts.order]
-        seen = sentence(", then ".join(listed))
+        seen = _listed(facts)
     if facts.sound is None:
         return seen
     return f"{seen} Sound: {audio_phrase(facts.sound)}."
@@ -306,18 +310,12 @@ def ask_video(facts: VideoFacts, rng: Rng) -> Turn:
         return loosely(f"Which {what} comes first?", rng), sentence(labels[0])
     if style == 1:
         return loosely(f"Which {what} comes last?", rng), sentence(labels[-1])
-    if style == 2:
-        index = int(rng.integers(len(labels)))
-        if labels.count(labels[index]) == 1:
-            return loosely(
-                f"When does {labels[index]} appear?", rng
-            ), f"At {_seconds(facts.order[index][1])}."
     asked = pick(
         rng,
         (
-            f"Which {what}s appear, in order?",
+            f"When does each {what} appear?",
             f"List the {what}s in order.",
             f"In which order do the {what}s come?",
         ),
     )
-    return loosely(asked, rng), sentence(", ".join(labels))
+    return loosely(asked, rng), _listed(facts)

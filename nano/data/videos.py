@@ -144,15 +144,16 @@ def any_video(rng: Rng) -> Video:
 
 
 def as_sampled(facts: VideoFacts, seconds: Sequence[float], pair: int) -> VideoFacts:
-    """Return the facts with each scene's second as a viewer of the sampled frames tells it.
+    """Return the facts with an entry of `order` for each group of `pair` sampled frames.
 
-    That is the time stamp of the group of `pair` frames in which it is first seen: what happens between two
-    frames nobody who sees only them can say.
+    A group has the time stamp of its first frame and shows the scene of its last: a viewer of the sampled
+    frames can say no more.
     """
     order = []
-    for label, start in facts.order:
-        first = next((at for at, second in enumerate(seconds) if second >= start - 1e-6), len(seconds) - 1)
-        order.append((label, math.floor(seconds[first // pair * pair] + 1e-6)))
+    for first in range(0, len(seconds), pair) if facts.order else ():
+        last = seconds[min(first + pair, len(seconds)) - 1]
+        label = [name for name, start in facts.order if start <= last + 1e-6][-1]
+        order.append((label, math.floor(seconds[first] + 1e-6)))
     return VideoFacts(facts.kind, facts.shape, facts.colour, facts.direction, tuple(order), facts.sound)
 
 
