@@ -91,6 +91,14 @@ def test_order_videos_show_each_scene_from_its_second_on() -> None:
         assert not np.array_equal(video.frame(start), video.frame(following))
 
 
+def test_a_listing_has_each_time_stamp_of_the_sampled_pairs_with_what_its_last_frame_shows() -> None:
+    facts = VideoFacts("colours", order=(("red", 0), ("blue", 3), ("green", 4)))
+    seen = videos.as_sampled(facts, (0.0, 1.1, 2.2, 3.3, 4.4, 5.5, 6.6), 2)
+    assert seen.order == (("red", 0), ("blue", 2), ("green", 4), ("green", 6))
+    assert answers.describe_video(seen) == "00:00 red, 00:02 blue, 00:04 green, 00:06 green."
+    assert videos.as_sampled(VideoFacts("motion"), (0.0, 1.0), 2).order == ()
+
+
 def test_recall_names_the_fact_that_the_text_holds() -> None:
     for seed in range(20):
         asked, answer = texts.recall(np.random.default_rng(seed), 2000, facts=3)
@@ -113,7 +121,7 @@ def test_descriptions_are_plain_sentences() -> None:
     moving = VideoFacts("motion", "star", "orange", "up")
     assert answers.describe_video(moving) == "An orange star moves up."
     order = VideoFacts("colours", order=(("red", 0), ("blue", 64)))
-    assert answers.describe_video(order) == "Red at 00:00, then blue at 01:04."
+    assert answers.describe_video(order) == "00:00 red, 01:04 blue."
 
 
 def test_texts_repeat_by_seed() -> None:
