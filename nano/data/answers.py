@@ -255,7 +255,7 @@ def _seconds(second: int) -> str:
 
 
 def _listed(facts: VideoFacts) -> str:
-    """Tell what is seen at each time stamp: a list keeps a small model to what it sees, one look at a time."""
+    """Tell what is seen at each time stamp: one look at a time is what a small model can do."""
     return sentence(", ".join(f"{_seconds(second)} {label}" for label, second in facts.order))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -77,7 +78,8 @@ class Script:
             file = MemoryFile(HIDDEN * 4)
             np.frombuffer(file.view, np.float32)[:] = number
             rows = wire.Rows(number=number, shape=(1, HIDDEN), prepared_s=SPAN, forward_s=SPAN)
-            self.answer(rows, file.fd)  # the receiver closes it
+            self.answer(rows, os.dup(file.fd))  # the receiver closes it
+            file.close()
 
     def die(self, code: int) -> None:
         self.code, self.dead = code, True
