@@ -200,7 +200,9 @@ class ZmqKVTransfer(KVTransfer):
             self._send_if_due(request_id, transfer)
 
     def offer(self, handoff: KVHandoff, host_kv: HostKV) -> None:
-        transfer = self._transfers[handoff.request_id]
+        transfer = self._transfers.get(handoff.request_id)
+        if transfer is None:  # closed meanwhile
+            return
         transfer.offered = handoff, host_kv
         self._pending_bytes += host_kv.size_bytes
         self._send_if_due(handoff.request_id, transfer)
