@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -15,10 +15,10 @@ from transom.encoder.config import EncoderConfig
 from transom.encoder.spans import ItemSpans, Timeline
 from transom.errors import MediaError, OverloadedError
 from transom.messages import EncodeJob
+from transom.recent_ids import RecentIds
 
 _MB = 1024 * 1024
 _ABORTS_KEPT = 10_000
-_ABORT_MEMORY_S = 60.0
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Admission:
         self._config = config
         self._timeline = timeline
         self._items: dict[str, set[Item]] = defaultdict(set)
-        self._aborted: OrderedDict[str, float] = OrderedDict()
+        self._aborted = RecentIds(limit=_ABORTS_KEPT)
         self.count = 0
         self.held_bytes = 0
 
@@ -82,14 +82,7 @@ class Admission:
 
     def abort(self, request_id: str) -> None:
         """End the items of a request, and refuse those of it that come later."""
-        now = time.monotonic()
-        self._aborted[request_id] = now
-        self._aborted.move_to_end(request_id)
-        while self._aborted:
-            oldest, moment = next(iter(self._aborted.items()))
-            if len(self._aborted) <= _ABORTS_KEPT and now - moment < _ABORT_MEMORY_S:
-                break
-            del self._aborted[oldest]
+        self._aborted.add(request_id, time.monotonic())
         self.cancel(request_id)
 
     def is_aborted(self, request_id: str) -> bool:

@@ -20,13 +20,13 @@ import uvloop
 from transom.encoder import fetch_wire as wire
 from transom.encoder.fetch import Fetched, Fetcher
 from transom.encoder.media.wire import MemoryFile
+from transom.encoder.off_loop import off_loop
 from transom.errors import ConfigError, MediaError
 from transom.log import setup_logging
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_LARGE_BYTES = 1024 * 1024
 
 
 class _Downloads:
@@ -85,10 +85,7 @@ class _Downloads:
 
 async def _packed(number: int, fetched: Fetched) -> tuple[MemoryFile, wire.Got]:
     size_bytes = len(fetched.data)
-    if size_bytes < _LARGE_BYTES:
-        file = MemoryFile.sealed(fetched.data)
-    else:
-        file = await asyncio.to_thread(MemoryFile.sealed, fetched.data)
+    file = await off_loop(size_bytes, MemoryFile.sealed, fetched.data)
     return file, wire.Got(number=number, size_bytes=size_bytes, validator=fetched.validator)
 
 

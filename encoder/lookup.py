@@ -6,10 +6,7 @@ the encoding.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 from transom.encoder.admission import Admission, Item
 from transom.encoder.encoding import Encoding
@@ -18,12 +15,10 @@ from transom.encoder.flights import Flights
 from transom.encoder.known_urls import KnownContent, KnownUrls
 from transom.encoder.media.wire import MemoryFile
 from transom.encoder.metrics import EncoderMetrics
+from transom.encoder.off_loop import off_loop
 from transom.errors import MediaError
 from transom.media_key import bytes_digest, content_key_of
 from transom.messages import Dtype, EncodeJob
-
-_LARGE_BYTES = 1024 * 1024
-T = TypeVar("T")
 
 
 class Lookup:
@@ -52,7 +47,7 @@ class Lookup:
         job, data = item.job, item.data
         item.data = None
         if data is not None:
-            file = await _off_loop(len(data), MemoryFile.of, data)
+            file = await off_loop(len(data), MemoryFile.of, data)
             return await self._encode(job, file, None)
         assert job.url is not None
         known = self._known.get(job.url)
@@ -71,7 +66,7 @@ class Lookup:
         try:
             if not file.size_bytes:
                 raise MediaError(f"{job.modality} is empty (0 bytes)")
-            digest = await _off_loop(file.size_bytes, bytes_digest, file.view)
+            digest = await off_loop(file.size_bytes, bytes_digest, file.view)
             if job.url is not None and download is not None:
                 self._known.remember(job.url, digest, download.validator)
             return self._flights.encode(self._key(job, digest), job, file)
@@ -95,10 +90,3 @@ class Lookup:
 
     def _key(self, job: EncodeJob, digest: str) -> str:
         return content_key_of(digest, job.modality, job.options, self._revision, self._dtype)
-
-
-async def _off_loop(size_bytes: int, function: Callable[..., T], *args: Any) -> T:
-    """Call a function whose work grows with a size: small ones here, large ones in a thread."""
-    if size_bytes < _LARGE_BYTES:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)

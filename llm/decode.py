@@ -36,7 +36,7 @@ from transom.llm.request import (
     TokenEvent,
 )
 from transom.llm.worker import GB, LlmStage, check_deadline
-from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, KVReturn, RequestFailed, TokenChunk
+from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, KVReturn, RequestFailed
 from transom.transport import Received
 
 logger = logging.getLogger(__name__)
@@ -210,24 +210,12 @@ class DecodeStage(LlmStage):
                 self._give_back(job)
                 self._grant_what_fits()
             case TokenEvent():
-                self._put_out(job, event)
+                timings = {f"decode_{name}": value for name, value in event.timings_ms.items()}
+                self.put_out(job.reserve.gateway, event, timings)
                 if event.finish_reason is not None:
                     self._forget(event.request_id)
             case FailedEvent():
                 self._fail(event.request_id, from_info(event.error))
-
-    def _put_out(self, job: _Job, event: TokenEvent) -> None:
-        self.tell(
-            job.reserve.gateway,
-            TokenChunk(
-                request_id=event.request_id,
-                index=event.index,
-                token_ids=[event.token_id] if event.emit else [],
-                finish_reason=event.finish_reason,
-                logprobs=[event.logprob] if event.emit and event.logprob is not None else None,
-                timings_ms={f"decode_{name}": value for name, value in event.timings_ms.items()},
-            ),
-        )
 
     def _return(self, event: AnswerEvent) -> None:
         """Send an answer's KV back to its prefill worker's cache, unless too much waits for that worker."""

@@ -37,7 +37,7 @@ from transom.llm.request import (
     Start,
     TokenEvent,
 )
-from transom.llm.worker import GB, LlmStage, RecentIds, check_deadline
+from transom.llm.worker import GB, LlmStage, check_deadline
 from transom.messages import (
     Abort,
     EmbeddingChunk,
@@ -47,8 +47,8 @@ from transom.messages import (
     KVReturn,
     PrefillJob,
     RequestFailed,
-    TokenChunk,
 )
+from transom.recent_ids import RecentIds
 from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
@@ -294,27 +294,16 @@ class PrefillStage(LlmStage):
                 self._fail(event.request_id, from_info(event.error))
 
     def _put_out(self, own: _Job, event: TokenEvent) -> None:
-        shown = event.emit and event.logprob is not None
         if event.index == 0:
             self._settle(own)
             own.first_ms = sum(event.timings_ms.values())
             timings = {f"prefill_{name}": value for name, value in event.timings_ms.items()}
-        elif event.timings_ms:
-            timings = {"decode_compute": round(sum(event.timings_ms.values()) - own.first_ms, 3)}
-        else:
-            timings = {}
-        self.tell(
-            own.job.gateway,
-            TokenChunk(
-                request_id=event.request_id,
-                index=event.index,
-                token_ids=[event.token_id] if event.emit else [],
-                finish_reason=event.finish_reason,
-                logprobs=[event.logprob] if shown and event.logprob is not None else None,
-                prompt=own.prompt.stats(event.cached_tokens) if event.index == 0 else None,
-                timings_ms=timings,
-            ),
-        )
+            self.put_out(own.job.gateway, event, timings, own.prompt.stats(event.cached_tokens))
+            return
+        timings = {}
+        if event.timings_ms:
+            timings["decode_compute"] = round(sum(event.timings_ms.values()) - own.first_ms, 3)
+        self.put_out(own.job.gateway, event, timings)
 
     def _hand_over(self, own: _Job, event: PrefilledEvent) -> None:
         self._settle(own)

@@ -12,8 +12,7 @@ import os
 import signal
 import time
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from llguidance import LLTokenizer
@@ -36,8 +35,9 @@ from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.radix.retention import RetentionPolicy
-from transom.llm.request import Event
-from transom.messages import Grammar, Message, RequestFailed, Sampling
+from transom.llm.request import Event, TokenEvent
+from transom.messages import Grammar, Message, PromptStats, RequestFailed, Sampling, TokenChunk
+from transom.recent_ids import RecentIds
 from transom.stage import Stage
 from transom.tokenizer import Tokenizer
 from transom.transport import Frame, Transport
@@ -46,26 +46,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 GB = 1_000_000_000
-
-
-class RecentIds:
-    """Ids remembered for a while, because an abort may overtake what it is about. Bounded."""
-
-    def __init__(self, keep_s: float = 60.0, limit: int = 100_000) -> None:
-        self._keep_s = keep_s
-        self._limit = limit
-        self._ids: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, request_id: str, now_s: float) -> None:
-        self._ids[request_id] = now_s
-        self._ids.move_to_end(request_id)
-        while self._ids and (
-            len(self._ids) > self._limit or next(iter(self._ids.values())) < now_s - self._keep_s
-        ):
-            self._ids.popitem(last=False)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ids
 
 
 def pick_device(name: str) -> torch.device:
@@ -301,6 +281,28 @@ class LlmStage(Stage):
             self.transport.send(address, message, frames)
         except TransomError as error:
             logger.warning("%s to %s was not sent: %s", type(message).__name__, address, error.message)
+
+    def put_out(
+        self,
+        gateway: str,
+        event: TokenEvent,
+        timings_ms: Mapping[str, float],
+        prompt: PromptStats | None = None,
+    ) -> None:
+        """Tell the gateway an output token; one that only ends the answer is not shown."""
+        shown = event.emit and event.logprob is not None
+        self.tell(
+            gateway,
+            TokenChunk(
+                request_id=event.request_id,
+                index=event.index,
+                token_ids=[event.token_id] if event.emit else [],
+                finish_reason=event.finish_reason,
+                logprobs=[event.logprob] if shown and event.logprob is not None else None,
+                prompt=prompt,
+                timings_ms=dict(timings_ms),
+            ),
+        )
 
     def report(self, gateway: str, request_id: str, error: TransomError) -> None:
         """Tell the gateway that a request ends with `error`."""

@@ -20,7 +20,7 @@ from transom.llm.kv_transfer import pack_kv, to_frame
 from transom.llm.model.export import save_language_model
 from transom.llm.pools import HostKV
 from transom.llm.prefill import PrefillStage
-from transom.llm.worker import LlmStage, RecentIds
+from transom.llm.worker import LlmStage
 from transom.messages import (
     Abort,
     EmbeddingChunk,
@@ -35,6 +35,7 @@ from transom.messages import (
     TextPart,
     TokenChunk,
 )
+from transom.recent_ids import RecentIds
 from transom.transport import Received, Transport
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
