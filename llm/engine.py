@@ -19,20 +19,19 @@ from transom.errors import DeadlineError, TransomError
 from transom.llm.flight import Flight, Runway
 from transom.llm.holdings import Holdings
 from transom.llm.intake import Intake
+from transom.llm.meter import Meter
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.fused import FusedModel
 from transom.llm.output import finish_reason, timings_ms, token_event
 from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.request import (
-    AnswerEvent,
     Command,
     Drop,
     Event,
     FailedEvent,
     Hold,
     KeepAnswer,
-    PrefilledEvent,
     Request,
     Start,
     StartedEvent,
@@ -94,7 +93,6 @@ class Engine:
         self._eos_ids = model.config.eos_token_ids
         self._runway = Runway(ModelRunner(model, pools), pools.device, self._wake, overlap=limits.overlap)
         self._flights: deque[Flight] = deque()  # launched; two at most, and one between steps
-        self._pools = pools
         self._cache = cache
         self._holdings = Holdings(pools, cache, limits.swa_release_interval)
         self._order = order
@@ -114,10 +112,7 @@ class Engine:
         self._events: list[Event] = []
         self._next_deadline_s = float("inf")
         self._leaving: list[tuple[Request, FinishReason | None]] = []
-        self._computed_tokens = 0
-        self._ahead_tokens = 0
-        self._step_s = self._model_s = self._landed_s = 0.0
-        self._retractions = 0
+        self._meter = Meter()
         self._busy = False
         self._checked = True
         self._thread: threading.Thread | None = None
@@ -142,7 +137,7 @@ class Engine:
         self._launch([self._make_step(name, count) for name, count in plan.steps.items()])
         self._land(leave=1 if plan.steps and self._limits.overlap else 0)
         if self._busy:
-            self._step_s += time.perf_counter() - begin
+            self._meter.step_s += time.perf_counter() - begin
         self._check_when_idle()
         self._publish()
         return True
@@ -178,29 +173,19 @@ class Engine:
     @property
     def tokens_per_s(self) -> float:
         """What the model has computed in a second of its time so far, 1 at least."""
-        return max(self._computed_tokens / self._model_s, 1.0) if self._model_s else 1.0
+        return self._meter.tokens_per_s
 
     def load(self) -> dict[str, float]:
         """Return figures of the current load; thread-safe, each figure true at some recent moment.
 
         Used slots are those that requests keep: cached ones that could be evicted count as free.
         """
-        pools, requests, running = self._pools, len(self._requests), len(self._running)
-        free = self._holdings.free_pages
+        requests, running = len(self._requests), len(self._running)
         return {
             "running_requests": running,
             "waiting_requests": max(requests - running, 0),
-            "full_used_slots": (pools.full_pages.capacity - free.full) * pools.page_size,
-            "full_total_slots": pools.full_pages.capacity * pools.page_size,
-            "swa_used_slots": (pools.swa_pages.capacity - free.swa) * pools.page_size,
-            "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
-            "computed_tokens": self._computed_tokens,
-            "ahead_tokens": self._ahead_tokens,
-            "step_seconds": self._step_s,
-            "model_seconds": self._model_s,
-            "retracted_bytes": self._holdings.retracted_bytes,
-            "retractions": self._retractions,
-            **(self._cache.figures() if self._cache else {}),
+            **self._meter.figures(),
+            **self._holdings.figures(),
         }
 
     # Commands and deadlines.
@@ -326,7 +311,7 @@ class Engine:
     def _retract(self, request: Request) -> None:
         logger.debug("retracting %s at %d tokens", request.request_id, request.computed)
         self._holdings.retract(request)
-        self._retractions += 1
+        self._meter.retractions += 1
         self._running.pop(request.request_id)
 
     # Computing.
@@ -360,10 +345,7 @@ class Engine:
             except Exception as error:
                 self._isolate(flight, error)
                 continue
-            self._model_s += flight.ended_s - max(flight.launched_s, self._landed_s)
-            self._landed_s = flight.ended_s
-            self._computed_tokens += sum(step.count for step in flight.steps)
-            self._ahead_tokens += sum(step.count for step in flight.steps if step.ahead)
+            self._meter.landed(flight)
             for step in flight.steps:
                 if self._is_wanted(step):
                     self._advance(step, draws.get(step.request))
@@ -434,19 +416,9 @@ class Engine:
         """End the requests whose last token is out, and hand off those that go on elsewhere."""
         leaving, self._leaving = self._leaving, []
         for request, reason in leaving:
-            self._holdings.finish(request)
-            if reason is None:
-                host_kv, wanted = self._holdings.hand_over(request)
-                token = request.output_ids[-1]
-                self._events.append(
-                    PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv, wanted)
-                )
-            elif request.wish is not None:
-                answer = self._holdings.answer(request, request.wish)
-                if answer is not None:
-                    self._events.append(
-                        AnswerEvent(request.request_id, request.wish, request.output_ids, answer)
-                    )
+            last = self._holdings.finish(request) if reason else self._holdings.hand_over(request)
+            if last is not None:
+                self._events.append(last)
             self._forget(request)
 
     def _forget(self, request: Request) -> None:

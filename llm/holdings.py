@@ -6,9 +6,9 @@ Gives pages, takes them back and copies KV out; when any of this is due is for t
 from __future__ import annotations
 
 from transom.llm.capacity import pages_for
-from transom.llm.pools import DualPools, HostKV, RequestKV
+from transom.llm.pools import DualPools, RequestKV
 from transom.llm.prefix_cache import PrefixCache
-from transom.llm.request import Request, ReturnWish
+from transom.llm.request import AnswerEvent, PrefilledEvent, Request
 from transom.llm.runner import Step, pages_of
 from transom.llm.scheduler import FreePages
 
@@ -69,22 +69,30 @@ class Holdings:
         request.retractions += 1
         self._release(request)
 
-    def finish(self, request: Request) -> None:
-        """Let others use what an ended request has generated."""
+    def hand_over(self, request: Request) -> PrefilledEvent:
+        """Return a copy of the KV of a request that goes on elsewhere, and where it is wanted back from."""
         if self._cache is not None:
             self._cache.finish(request)
-
-    def hand_over(self, request: Request) -> tuple[HostKV, int | None]:
-        """Return a copy of the request's KV, and from where on that of its answer is wanted back."""
         host_kv = self._pools.offload(pages_of(request))
-        return host_kv, self._cache.hand_over(request) if self._cache is not None else None
+        wanted = self._cache.hand_over(request) if self._cache is not None else None
+        token = request.output_ids[-1]
+        return PrefilledEvent(request.request_id, request.prompt_ids, token, host_kv, wanted)
 
-    def answer(self, request: Request, wish: ReturnWish) -> HostKV | None:
-        """Return the whole pages of what was generated, for the prefix cache where the prompt is."""
+    def finish(self, request: Request) -> AnswerEvent | None:
+        """Let others use what an ended request has generated: here, and where its prompt is if it came along.
+
+        That takes whole pages, with the window before the last of them.
+        """
+        if self._cache is not None:
+            self._cache.finish(request)
+        wish = request.wish
+        if wish is None:
+            return None
         end = request.computed // wish.page_size * wish.page_size
         if end <= max(wish.begin, request.computed - self._pools.window):
             return None
-        return self._pools.copy_out(pages_of(request), wish.begin, end)
+        answer = self._pools.copy_out(pages_of(request), wish.begin, end)
+        return AnswerEvent(request.request_id, wish, request.output_ids, answer)
 
     def drop_host_kv(self, request: Request) -> None:
         if request.host_kv is not None and request.retractions:
@@ -96,6 +104,18 @@ class Holdings:
         self._release(request)
         if self._cache is not None:
             self._cache.forget(request)
+
+    def figures(self) -> dict[str, float]:
+        """Return what is used; cached slots that could be evicted count as free."""
+        pools, free = self._pools, self.free_pages
+        return {
+            "full_used_slots": (pools.full_pages.capacity - free.full) * pools.page_size,
+            "full_total_slots": pools.full_pages.capacity * pools.page_size,
+            "swa_used_slots": (pools.swa_pages.capacity - free.swa) * pools.page_size,
+            "swa_total_slots": pools.swa_pages.capacity * pools.page_size,
+            "retracted_bytes": self.retracted_bytes,
+            **(self._cache.figures() if self._cache else {}),
+        }
 
     def check_integrity(self) -> None:
         """Assert that pools and cache add up when no request is there."""

@@ -237,7 +237,7 @@ def test_a_start_says_what_kv_costs(caplog: pytest.LogCaptureFixture) -> None:
         full = 3 * 2 * (48 + 32) * value + (3 * 2 * 2 * 4 if value == 1 else 0)
         assert f"KV in {'float32' if name == 'auto' else name}:" in line
         assert f"tokens at {full} B, SWA" in line
-        pools = engine._pools
+        pools = engine._holdings._pools
         held = sum(x.nbytes for store in (pools.full, pools.swa) for x in (store.k, store.v))
         assert held == pools.plan.total_bytes <= 0.02e9
 
