@@ -100,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
     if set(parse_mix(args.mix)) - {"image", "audio"}:
         raise ConfigError("--compare: the sequential encoder takes image and audio only")
     console = make_console()
-    if not console.is_terminal:
-        console.width = 120  # a file has no width
     tables: list[dict[str, Any]] = []
 
     def finish(rows: list[Row], summary: dict[str, Any]) -> None:

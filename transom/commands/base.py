@@ -52,9 +52,15 @@ def examples(*lines: str) -> str:
     return "examples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+_FILE_WIDTH = 120  # of tables in a file or pipe, which has no width of its own
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console that neither wraps nor decorates lines when it is not a terminal."""
-    return Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
 
 
 def write_json(value: Any) -> None:
