@@ -62,11 +62,11 @@ class MediaEmbedder:
 def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     """Draw any short dialogue, in the shares of the joint stage."""
     roll = rng.random()
-    if roll < 0.3:
+    if roll < 0.33:
         return dialogues.media_dialogue(pools, rng, "image")
-    if roll < 0.41:
+    if roll < 0.46:
         return dialogues.media_dialogue(pools, rng, "audio")
-    if roll < 0.83:
+    if roll < 0.81:
         return dialogues.media_dialogue(pools, rng, "video")
     return dialogues.pair_dialogue(pools, rng) if roll < 0.91 else dialogues.text_dialogue(rng)
 
@@ -100,10 +100,11 @@ def train_joint(
     audio: AudioEncoder,
     pools: Pools,
     steps: int,
+    rate: float,
     seed: int,
     on_save: Callable[[], None],
 ) -> None:
-    """Run the joint stage; `language` comes from the text stage."""
+    """Run the joint stage; `language` comes from the text stage, unless the folder holds a start."""
     torch.manual_seed(seed)
     writer = PromptWriter(assets, expand_entry)
     language.mtp.requires_grad_(False)
@@ -112,7 +113,7 @@ def train_joint(
     balancer = LoadBalancer(language)
     embed = MediaEmbedder(writer, pools, audio)
     modules: dict[str, nn.Module] = {"language": language, "audio": audio}
-    loop = Loop("joint", folder, modules, LoopConfig(steps, 2e-3, seed=seed, save_every=100))
+    loop = Loop("joint", folder, modules, LoopConfig(steps, rate, seed=seed, save_every=100))
     grouped = Grouped(seed + 1, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP))
 
     def step(index: int, _: Rng) -> tuple[Tensor, dict[str, float]]:
@@ -131,6 +132,7 @@ def train_mtp(
     audio: AudioEncoder,
     pools: Pools,
     steps: int,
+    rate: float,
     seed: int,
 ) -> None:
     """Run the last stage: the draft modules learn to look further ahead; everything else is frozen."""
@@ -148,7 +150,7 @@ def train_mtp(
         "mtp",
         folder,
         {"mtp": language.mtp},
-        LoopConfig(steps, 4e-3, warmup_steps=15, seed=seed, save_every=50),
+        LoopConfig(steps, rate, warmup_steps=15, seed=seed, save_every=50),
     )
     grouped = Grouped(seed + 2, lambda _, rng: joint_prompts(writer, pools, rng, BUDGET * GROUP))
 

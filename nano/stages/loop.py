@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from transom.nano.stages.muon import Muon
 
 Rng = np.random.Generator
+# Weights that a stage starts from, beside the state that it saves.
+START = "start.safetensors"
 # One step: draw a batch with the generator, return the loss and what to report of it.
 StepFn = Callable[[int, Rng], tuple[Tensor, dict[str, float]]]
 
@@ -157,6 +160,8 @@ class Loop:
     def _resume(self) -> None:
         path = self.folder / "state.safetensors"
         if not path.exists():
+            if (self.folder / START).exists():
+                load_modules(self.folder, self.modules, partial=True)
             return
         tensors = load_file(path)
         load_modules(self.folder, self.modules)
@@ -174,10 +179,27 @@ class Loop:
             file.write(json.dumps({"step": self.step, **means}) + "\n")
 
 
-def load_modules(folder: Path, modules: dict[str, nn.Module], *, strict: bool = True) -> None:
-    """Load modules that a stage saved in `folder`."""
-    tensors = load_file(folder / "state.safetensors")
+def load_modules(folder: Path, modules: dict[str, nn.Module], *, partial: bool = False) -> None:
+    """Load modules from what a stage saved in `folder`, or else from what it was given to start from.
+
+    With `partial`, a module that the file does not have stays as it is.
+    """
+    path = folder / "state.safetensors"
+    tensors = load_file(path if path.exists() else folder / START)
     for name, module in modules.items():
         prefix = f"module.{name}."
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        module.load_state_dict(state, strict=strict)
+        if state or not partial:
+            module.load_state_dict(state)
+
+
+def save_start(folder: Path, modules: dict[str, nn.Module]) -> None:
+    """Write the weights that a stage starts from, in place of new ones; what the folder held is dropped."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tensors = {
+        f"module.{name}.{key}": value.contiguous().clone()
+        for name, module in modules.items()
+        for key, value in module.state_dict().items()
+    }
+    save_file(tensors, folder / START)

@@ -30,19 +30,26 @@ from transom.nano.media import Grid, image_patches, sound_mel, video_patches
 from transom.nano.stages.vision import PictureSource
 
 PICTURES = {
-    "shapes": 9000,
-    "fashion": 14000,
+    "shapes": 10000,
+    "fashion": 24000,
     "handwritten": 3000,
-    "printed": 2000,
-    "word": 4000,
+    "printed": 3000,
+    "word": 6000,
     "plain": 800,
     "unknown": 2500,
 }
-PICTURE_SHARES = {"shapes": 0.4, "fashion": 0.21, "digit": 0.16, "word": 0.1, "plain": 0.04, "unknown": 0.09}
-# Order is the hardest to learn.
-VIDEO_SHARES = {"colours": 0.38, "digits": 0.34, "motion": 0.19, "still": 0.04, "unknown": 0.05}
-SOUNDS = 6000
-VIDEOS = 6000
+PICTURE_SHARES = {
+    "shapes": 0.36,
+    "fashion": 0.27,
+    "digit": 0.13,
+    "word": 0.11,
+    "plain": 0.04,
+    "unknown": 0.09,
+}
+# Order of digits is the hardest to learn.
+VIDEO_SHARES = {"colours": 0.25, "digits": 0.47, "motion": 0.19, "still": 0.04, "unknown": 0.05}
+SOUNDS = 7000
+VIDEOS, MORE_DIGITS = 5000, 2000
 SOUND_TRACK_SHARE = 0.45
 
 
@@ -292,7 +299,11 @@ def build_pools(
         draw = draws[kind] if kind in ("fashion", "handwritten") else partial(_worn, draws[kind])
         drawn += builder.images(draw, int(count * share), rng)
     sounds = builder.sounds(lambda r: any_sound(spoken, r), int(SOUNDS * share), rng)
-    clips = [builder.video(worn_video(videos.any_video(rng), rng), rng) for _ in range(int(VIDEOS * share))]
+    clips = [
+        builder.video(worn_video(draw_video(rng), rng), rng)
+        for draw_video, count in ((videos.any_video, VIDEOS), (videos.digits_video, MORE_DIGITS))
+        for _ in range(int(count * share))
+    ]
     return builder.pools(drawn, sounds, clips)
 
 
