@@ -6,15 +6,16 @@ the encoding.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
 
 from transom.encoder.admission import Admission, Item
+from transom.encoder.downloads import Content, Downloads
 from transom.encoder.encoding import Encoding
-from transom.encoder.fetch_pool import Download, FetchPool
 from transom.encoder.flights import Flights
-from transom.encoder.known_urls import KnownContent, KnownUrls
+from transom.encoder.known_urls import KnownUrls, Validator
 from transom.encoder.media.wire import MemoryFile
-from transom.encoder.metrics import EncoderMetrics
 from transom.encoder.off_loop import off_loop
 from transom.errors import MediaError
 from transom.media_key import bytes_digest, content_key_of
@@ -26,18 +27,16 @@ class Lookup:
 
     def __init__(
         self,
-        fetches: FetchPool,
+        downloads: Downloads,
         flights: Flights,
         admission: Admission,
-        metrics: EncoderMetrics,
         *,
         revision: str,
         dtype: Dtype,
     ) -> None:
-        self._fetches = fetches
+        self._downloads = downloads
         self._flights = flights
         self._admission = admission
-        self._metrics = metrics
         self._revision = revision
         self._dtype: Dtype = dtype
         self._known = KnownUrls()
@@ -48,45 +47,45 @@ class Lookup:
         item.data = None
         if data is not None:
             file = await off_loop(len(data), MemoryFile.of, data)
-            return await self._encode(job, file, None)
+            try:
+                digest = await off_loop(file.size_bytes, bytes_digest, file.view)
+                return self._encode(job, file, digest)
+            finally:
+                # A running encoding holds a descriptor of its own.
+                file.close()
         assert job.url is not None
         known = self._known.get(job.url)
-        download = await self._fetch(item, job.url, known)
-        if download is None and known is not None:
+        if known is not None:
+            async with self._fetched(item, job.url, known.validator) as content:
+                if content is not None:
+                    return self._encode(job, content.file, content.digest)
             found = await self._flights.look_up(self._key(job, known.digest), job)
             if found is not None:
                 return found
             # What it gave is no longer kept: only now the content is needed.
-            download = await self._fetch(item, job.url, None)
-        assert download is not None
-        return await self._encode(job, download.file, download)
+        async with self._fetched(item, job.url, None) as content:
+            assert content is not None
+            return self._encode(job, content.file, content.digest)
 
-    async def _encode(self, job: EncodeJob, file: MemoryFile, download: Download | None) -> Encoding:
-        """Name the content of a file and find its encoding. Takes the file."""
-        try:
-            if not file.size_bytes:
-                raise MediaError(f"{job.modality} is empty (0 bytes)")
-            digest = await off_loop(file.size_bytes, bytes_digest, file.view)
-            if job.url is not None and download is not None:
-                self._known.remember(job.url, digest, download.validator)
-            return self._flights.encode(self._key(job, digest), job, file)
-        finally:
-            # A running encoding holds a descriptor of its own.
-            file.close()
+    def _encode(self, job: EncodeJob, file: MemoryFile, digest: str) -> Encoding:
+        """Return the encoding of a file's content."""
+        if not file.size_bytes:
+            raise MediaError(f"{job.modality} is empty (0 bytes)")
+        return self._flights.encode(self._key(job, digest), job, file)
 
-    async def _fetch(self, item: Item, url: str, known: KnownContent | None) -> Download | None:
-        """Download the item; None when it is still what is known of its URL."""
+    @contextlib.asynccontextmanager
+    async def _fetched(self, item: Item, url: str, known: Validator | None) -> AsyncIterator[Content | None]:
+        """Give what is at the item's URL; None when it is still what is known of it."""
         started = time.monotonic()
-        outcome = "failed"
-        try:
-            download = await self._fetches.fetch(url, known.validator if known else None)
-            outcome = "unchanged" if download is None else "downloaded"
-        finally:
-            self._metrics.fetches.labels(outcome).inc()
-            item.spans.add("fetch", started, time.monotonic())
-        if download is not None:
-            self._admission.charge(item, download.file.size_bytes)
-        return download
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                content = await stack.enter_async_context(self._downloads.get(url, known))
+            finally:
+                item.spans.add("fetch", started, time.monotonic())
+            if content is not None:
+                self._admission.charge(item, content.file.size_bytes)
+                self._known.remember(url, content.digest, content.validator)
+            yield content
 
     def _key(self, job: EncodeJob, digest: str) -> str:
         return content_key_of(digest, job.modality, job.options, self._revision, self._dtype)

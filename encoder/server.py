@@ -23,6 +23,7 @@ from transom.encoder.admission import Admission, Item
 from transom.encoder.announce import Announcer
 from transom.encoder.config import EncoderConfig
 from transom.encoder.decode_pool import DecodePool
+from transom.encoder.downloads import Downloads
 from transom.encoder.encoding import Encoding
 from transom.encoder.expand import Expander
 from transom.encoder.fetch import FetchLimits
@@ -129,10 +130,9 @@ class EncoderStage(Stage):
         )
         self._flights = Flights(self._kept, self._pipeline, self._dtype, self._timeline, self._spawn)
         self._lookup = Lookup(
-            self._fetches,
+            Downloads(self._fetches, self._metrics, self._spawn),
             self._flights,
             self._admission,
-            self._metrics,
             revision=revision,
             dtype=self._dtype,
         )

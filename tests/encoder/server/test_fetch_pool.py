@@ -8,97 +8,23 @@ import dataclasses
 import fcntl
 import os
 import signal
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from transom.encoder.config import EncoderConfig
-from transom.encoder.fetch import FetchLimits
+from tests.encoder.server.origin import BODY, LIMITS, Origin, memory_files, running, serving
 from transom.encoder.fetch_pool import FetchPool
 from transom.errors import ConfigError, MediaError, TransomError
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-LIMITS = dataclasses.replace(FetchLimits.of(EncoderConfig()), allow_private=True, ports=(0,))
-BODY = bytes(range(256)) * 8192  # 2 MiB: packed in a thread
-
-
-class Origin:
-    """Serves BODY with an ETag, below `/slow` once `release` is set; calls `killer` for `/poison`."""
-
-    def __init__(self) -> None:
-        self.hits: Counter[str] = Counter()
-        self.release = asyncio.Event()
-        self.arrived = asyncio.Condition()
-        self.gone: Counter[str] = Counter()
-        self.killer: Callable[[int], None] = lambda _: None
-        self.base = ""
-
-    async def answer(self, request: web.Request) -> web.Response:
-        async with self.arrived:
-            self.hits[request.path] += 1
-            self.arrived.notify_all()
-        if request.path.startswith("/poison"):
-            assert request.transport is not None
-            self.killer(request.transport.get_extra_info("peername")[1])
-        if request.path.startswith(("/slow", "/poison")):
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                async with self.arrived:
-                    self.gone[request.path] += 1
-                    self.arrived.notify_all()
-                raise
-        headers = {"ETag": '"one"'}
-        if request.headers.get("If-None-Match") == '"one"':
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=b"" if request.path == "/empty" else BODY, headers=headers)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60), self.arrived:
-            await self.arrived.wait_for(condition)
-
 
 @pytest.fixture
 async def origin() -> AsyncIterator[Origin]:
-    own = Origin()
-    app = web.Application()
-    app.router.add_get("/{path:.*}", own.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    own.base = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield own
-    own.release.set()
-    await runner.cleanup()
-
-
-async def memory_files() -> int:
-    """Count the memory files that this process has open or mapped."""
-    await asyncio.sleep(0)  # the loop lets go of what it woke us with
-    return count_memory_files()
-
-
-def count_memory_files() -> int:
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    opened = sum("memfd:transom" in os.readlink(link) for link in links if link.is_symlink())
-    return opened + Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:transom")
-
-
-@contextlib.asynccontextmanager
-async def running(workers: int = 1, grace_s: float = 5.0, **changes: Any) -> AsyncIterator[FetchPool]:
-    pool = FetchPool(dataclasses.replace(LIMITS, **changes), workers=workers, grace_s=grace_s)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        pids = pool.pids
-        await pool.close()
-        assert not set(map(str, pids)) & set(os.listdir("/proc"))
+    async with serving() as own:
+        yield own
 
 
 async def body(pool: FetchPool, url: str) -> bytes:
@@ -240,3 +166,58 @@ async def test_a_worker_that_hangs_is_ended(origin: Origin) -> None:
             await pool.fetch(f"{origin.base}/a.png")
     async with running() as pool:
         assert await body(pool, f"{origin.base}/a.png") == BODY
+
+
+async def test_suspects_are_downloaded_again_all_at_once(origin: Origin) -> None:
+    """Slow innocents neither wait for each other nor begin anew more than twice; the killer is named."""
+    slow = [f"/slow/{one}" for one in range(40)]
+    async with running() as pool:
+        before = await memory_files()
+        origin.killer = lambda port: os.kill(owner_of(port, pool.pids), signal.SIGSEGV)
+        innocent = [asyncio.create_task(body(pool, origin.base + path)) for path in slow]
+        await origin.until(lambda: len(origin.hits) == len(slow))
+        with pytest.raises(MediaError, match="the download crashed on this item"):
+            await pool.fetch(f"{origin.base}/poison")
+        assert origin.hits["/poison"] == 3  # in the crowd, in a group, alone
+        # All others are asked for again at once, before the server has answered one of them.
+        await origin.until(lambda: min(origin.hits[path] for path in slow) == 2)
+        assert sum(origin.hits[path] > 2 for path in slow) <= 5  # of the killer's group
+        assert pool.running == len(slow)
+        origin.release.set()
+        assert await asyncio.gather(*innocent) == [BODY] * len(slow)
+        assert max(origin.hits[path] for path in slow) == 3
+        assert await body(pool, f"{origin.base}/a.png") == BODY
+        async with asyncio.timeout(30):
+            while await memory_files() > before or len(pool.pids) > 1:
+                pass
+
+
+async def test_several_killers_in_one_crowd_are_all_found(origin: Origin) -> None:
+    async with running() as pool:
+        origin.killer = lambda port: os.kill(owner_of(port, pool.pids), signal.SIGSEGV)
+        innocent = [asyncio.create_task(body(pool, f"{origin.base}/slow/{one}")) for one in range(12)]
+        await origin.until(lambda: len(origin.hits) == 12)
+        killers = [asyncio.create_task(pool.fetch(f"{origin.base}/poison/{one}")) for one in range(4)]
+        errors = await asyncio.gather(*killers, return_exceptions=True)
+        assert {type(error) for error in errors} == {MediaError}
+        origin.release.set()
+        assert await asyncio.gather(*innocent) == [BODY] * 12
+
+
+async def test_nobody_is_blamed_for_what_was_given_up(origin: Origin) -> None:
+    """A killer whose client goes away ends a process in which one innocent is left."""
+    async with running() as pool:
+        innocent = [asyncio.create_task(body(pool, f"{origin.base}/slow/{one}")) for one in range(17)]
+        await origin.until(lambda: len(origin.hits) == 17)
+        os.kill(pool.pids[0], signal.SIGSEGV)  # 17 suspects: some processes have two or more of them
+        await origin.until(lambda: sum(origin.hits.values()) == 34)
+        trials = pool.pids[:]
+        for task in innocent[1:]:
+            task.cancel()
+        await asyncio.gather(*innocent[1:], return_exceptions=True)
+        for pid in trials:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSEGV)
+        await origin.until(lambda: origin.hits["/slow/0"] == 3)
+        origin.release.set()
+        assert await innocent[0] == BODY
