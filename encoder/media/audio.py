@@ -22,6 +22,8 @@ from transom.errors import MediaError
 Samples = NDArray[np.float32]
 # Files of floats may hold anything; a power spectrum of this is finite in float32.
 _LOUDEST = 32768.0
+# Below, a header is wrong or no sound is meant, and a few bytes become minutes at the model's rate.
+MIN_RATE_HZ = 1000
 # What may be missing at the end before a sound counts as cut off: lengths include a codec's padding.
 _MISSING_SHARE = 0.01
 _MISSING_S = 0.25
@@ -44,6 +46,8 @@ class _Resampler:
         tail = np.empty(0, np.float32)
         current = (frame.sample_rate, len(frame.layout.channels))
         if current != self._format:
+            if frame.sample_rate < MIN_RATE_HZ:
+                raise MediaError(f"audio of {frame.sample_rate} Hz, at least {MIN_RATE_HZ} Hz are needed")
             tail = self.flush()
             self._format = current
             self._stream = None

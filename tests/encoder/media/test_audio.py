@@ -128,6 +128,26 @@ def test_length_limit_is_told(sound_job: Job, make_sound: Make) -> None:
         list(decode_audio(adts, sound_job(max_audio_s=1), []))
 
 
+def with_rate(hertz: int) -> memoryview:
+    """A WAV of 40 samples whose header names a rate."""
+    data = bytearray(pcm(np.full((1, 40), 0.1, np.float32), 8000))
+    struct.pack_into("<II", data, 24, hertz, 2 * hertz)
+    return memoryview(bytes(data))
+
+
+@pytest.mark.parametrize("hertz", [1, 7, 999])
+def test_rates_of_no_sound_are_refused(hertz: int, sound_job: Job) -> None:
+    """Else a header of 1 Hz makes 40 s of 160 bytes."""
+    with pytest.raises(MediaError, match=f"audio of {hertz} Hz, at least 1000 Hz are needed") as caught:
+        list(decode_audio(with_rate(hertz), sound_job(), []))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("hertz", [1000, 4000, 768_000])
+def test_rates_from_the_lowest_on_are_resampled(hertz: int, sound_job: Job) -> None:
+    assert abs(len(whole(with_rate(hertz), sound_job())) - 40 * RATE / hertz) <= 1
+
+
 TRUNCATED = [
     ("wav", "pcm_s16le", r"truncated: \d\.\d of 4\.0 s exist"),
     ("mp3", "libmp3lame", r"truncated: \d\.\d of 4\.0 s exist"),
