@@ -42,9 +42,11 @@ def open_embedding_cache(
 
     `size_bytes` bounds the arena with its tables; 0 keeps nothing. Where no arena can be had, the
     reason is logged and the process gets a cache of its own on the heap. `keep` leaves the arena for
-    the next start when the last process closes it. Orphans of other identities are removed.
+    the next start when the last process closes it. Orphans of other identities are removed, of this one
+    too where nothing is to be kept.
     """
     if not size_bytes:
+        sweep_orphans(folder)
         return HeapEmbeddingCache(0)
     name = arena_name(identity, os.geteuid())
     try:
@@ -61,11 +63,15 @@ def open_embedding_cache(
         return HeapEmbeddingCache(size_bytes)
 
 
-def sweep_orphans(folder: Path, *, spare: str) -> list[str]:
+def sweep_orphans(folder: Path = SHM_FOLDER, *, spare: str = "") -> list[str]:
     """Remove this user's arenas that no living process has open; return their names. Never `spare`."""
     own = _own_names(os.geteuid())
     removed = []
-    for name in sorted(os.listdir(folder)):
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:  # then there are none
+        return []
+    for name in names:
         if name != spare and own.fullmatch(name) and _remove_if_orphan(folder / name):
             logger.info("removed %s: its processes are gone", folder / name)
             removed.append(name)

@@ -10,10 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+from transom.shared_cache.embedding_cache import ShmEmbeddingCache
+from transom.shared_cache.opening import SHM_FOLDER, arena_name
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -106,6 +111,39 @@ def test_no_process_outlives_the_supervisor(own_pipeline: Any, number: signal.Si
     assert running.leaks() == []
     assert took_s < 10
     assert running.process.returncode == (0 if number is signal.SIGINT else -number)
+
+
+def arenas() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith("transom-emb-")}
+
+
+def test_what_a_murdered_pipeline_leaves_goes_with_the_next_start(own_pipeline: Any) -> None:
+    before = arenas()
+    running = own_pipeline()
+    (arena,) = arenas() - before
+    # All at once, so that nobody can tidy up: stopped first, then killed.
+    pids = running.pids()
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+    running.stop()
+    end = time.monotonic() + 30
+    while running.pids():
+        assert time.monotonic() < end
+    assert arena in arenas()
+    own_pipeline()
+    assert arena not in arenas()
+
+
+def test_a_start_without_encoders_removes_what_others_left(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # no pictures, no sounds, and no model that could start
+    name = arena_name(uuid.uuid4().hex, os.geteuid())
+    ShmEmbeddingCache(SHM_FOLDER / name, 1 << 20).close()
+    assert name in arenas()
+    done = transom("up", "--port", "0", "--model", str(tmp_path))
+    assert done.returncode == 2
+    assert f"removed /dev/shm/{name}: its processes are gone" in done.stderr
+    assert name not in arenas()
 
 
 def test_stopping_while_starting(own_pipeline: Any) -> None:

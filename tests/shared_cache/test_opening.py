@@ -84,6 +84,15 @@ def test_sweep_removes_own_orphans_only(tmp_path: Path) -> None:
     alive.close()
 
 
+def test_a_start_that_keeps_nothing_removes_orphans_too(tmp_path: Path) -> None:
+    ShmEmbeddingCache(tmp_path / arena_name("fleet", os.geteuid()), MIB).close()
+    alive = ShmEmbeddingCache(tmp_path / arena_name("other", os.geteuid()), MIB)
+    open_embedding_cache("fleet", 0, folder=tmp_path).close()
+    assert os.listdir(tmp_path) == [arena_name("other", os.geteuid())]
+    alive.close()
+    open_embedding_cache("fleet", 0, folder=tmp_path / "missing").close()
+
+
 def test_kills_and_restarts_leave_one_arena(tmp_path: Path) -> None:
     script = (
         "import os, sys\nfrom pathlib import Path\n"

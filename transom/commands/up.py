@@ -212,6 +212,8 @@ class Up:
 
     async def _serve(self, supervisor: Supervisor) -> None:
         """Start everything, tell the person, and stay until the supervisor fails."""
+        if not self._config.encoders:
+            self._sweep()
         with self._progress():
             self._say(f"starting {', '.join(self._plan.workers)}, then the gateway")
             specs = list(self._plan.workers.values())
@@ -223,6 +225,13 @@ class Up:
         self._out.print(f"transom is ready at {url}  (model {model}, Ctrl-C stops it)", style="bold green")
         self._out.print(curl_line(url, model))
         await supervisor.wait_failed()
+
+    def _sweep(self) -> None:
+        """Remove what killed encoders left. Encoders do so themselves: they know what they will use again."""
+        from transom.shared_cache.opening import sweep_orphans
+
+        for name in sweep_orphans():
+            self._say(f"removed /dev/shm/{name}: its processes are gone")
 
     def _gateway(self, ready: dict[str, ReadyLine]) -> ChildSpec:
         command = [*self._plan.gateway.command]
