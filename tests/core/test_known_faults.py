@@ -69,6 +69,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a large picture is decoded whole before it is made small": (
         f"{IMAGE}::test_large_pictures_come_reduced_and_alike",
+        f"{IMAGE}::test_the_memory_of_a_large_picture_is_bounded",
     ),
     "a truncated picture is answered 500": (
         f"{IMAGE}::test_jpeg_with_its_last_128_bytes_cut_is_refused",
@@ -168,6 +169,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{VIDEO}::test_short_clips_give_what_they_have",
         "encoder/media/test_sampling.py::test_more_frames_asked_than_exist",
     ),
+    "a number of frames is asked for, and the clip errors or gives others": (
+        f"{SERVER}::test_a_clip_gives_the_number_of_frames_that_is_asked_for",
+        "encoder/media/test_sampling.py::test_more_frames_asked_than_exist",
+    ),
     "frames that were sampled are sampled again": (
         f"{VIDEO}::test_sampled_frames_are_the_ones_named",
         f"{SERVER}::test_a_clip_comes_as_units_with_their_times",
@@ -193,6 +198,16 @@ FAULTS: dict[str, tuple[str, ...]] = {
     # Encoders and prefill
     "a burst of requests with pictures loses some of them, or hangs near its end": (
         f"{RANKS}::test_200_requests_with_294_images_lose_none_and_health_answers",
+    ),
+    "what was given up or has run out of time is encoded all the same": (
+        f"{RANKS}::test_items_that_nobody_wants_are_never_embedded",
+    ),
+    "clients that leave in crowds leave decoded media in memory": (
+        "process/test_disconnects.py::test_disconnects_at_random_moments_leave_nothing",
+        f"{SERVER}::test_aborts_right_behind_their_jobs_leave_nothing",
+    ),
+    "the same URL is downloaded once for each who asks at once": (
+        "encoder/server/test_downloads.py::test_all_who_ask_at_once_share_one_download",
     ),
     "encoder ranks wait for each other when their shares differ": (
         f"{RANKS}::test_both_ranks_take_their_share_and_agree",

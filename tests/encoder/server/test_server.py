@@ -100,6 +100,25 @@ async def test_a_clip_comes_as_units_with_their_times(
     assert result.done.audio_tokens == 0
 
 
+async def test_a_clip_gives_the_number_of_frames_that_is_asked_for(
+    client: Any, expander: Expander, make_clip: Make
+) -> None:
+    """In pairs, and no more than there are; far from what the clip's length and rate would give."""
+    data, short = make_clip(120), make_clip(9)
+    asks = [(data, 2, 2), (data, 5, 4), (data, 16, 16), (data, 64, 64), (short, 16, 8)]
+    results = [
+        client.send(f"number-{place}", "video", clip, min_frames=number, max_frames=number)
+        for place, (clip, number, _) in enumerate(asks)
+    ]
+    await client.wait(*results)
+    for (clip, _, frames), result in zip(asks, results, strict=True):
+        assert result.error is None
+        last = (120 if clip is data else 9) - 1
+        starts = np.linspace(0, last, frames).round()[::2] / 10
+        rows = result.done.media_tokens // len(starts)
+        assert result.tokens == expander.video([(start, rows, 0) for start in starts])
+
+
 async def test_a_clips_sound_follows_its_units(client: Any, expander: Expander, make_clip: Make) -> None:
     data = make_clip(120, hertz=330.0)
     result, mute = (
