@@ -29,13 +29,13 @@ from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.kernels.native_ops import NativeOps
 from transom.llm import runner as runner_module
+from transom.llm.build import build_engine
 from transom.llm.config import PrefillConfig
 from transom.llm.engine import Engine
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.fused import FusedModel
 from transom.llm.paged_attention import PagedAttention
 from transom.llm.request import Event, FailedEvent, Request, Start, TokenEvent
-from transom.llm.worker import build_engine
 from transom.messages import Sampling
 
 EXAMPLES = (
@@ -82,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "on", "off"),
         default="auto",
         help="plan a step while one is computed (default %(default)s)",
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        choices=("auto", "on", "off", "padded"),
+        default="auto",
+        help="record decode steps as CUDA graphs (default %(default)s)",
     )
     parser.add_argument(
         "--profile", action="store_true", help="show the parts of a step; slows it down a bit"
@@ -183,6 +189,7 @@ class Load:
             kernel_build_wait_s=600,
             kv_memory_gb=1.0,
             overlap=args.overlap,
+            cuda_graphs=args.cuda_graphs,
             max_running_requests=max(args.requests, 1),
         )
         self.engine, self.model = build_engine(config, self._take)
@@ -285,6 +292,7 @@ def _report(
         },
         **{name: getattr(args, name) for name in ("repeats", "threads", "dtype", "kv_dtype", "kernels")},
         "overlap": args.overlap,
+        "cuda_graphs": args.cuda_graphs,
         "page_size": page_size,
         **medians,
         "parts_s": {name: round(s / args.repeats, 4) for name, s in profile.seconds.items()},

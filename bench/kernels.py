@@ -29,7 +29,7 @@ from transom.kernels.moe import route_tokens, run_experts
 from transom.kernels.ops import FusedOps, Norm, Router, Tables
 from transom.kernels.pick import KernelPick
 from transom.kernels.rope import apply_rope, rope_table
-from transom.llm.worker import pick_device, pick_dtype
+from transom.llm.build import pick_device, pick_dtype
 
 EXAMPLES = (
     "transom bench kernels",

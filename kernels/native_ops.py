@@ -10,10 +10,11 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from transom.kernels.kv_rows import row_dim
-from transom.kernels.ops import ACTIVATIONS, KV, Ints, Norm, Packed, Router, Tables
+from transom.kernels.ops import ACTIVATIONS, KV, FixedTables, Ints, Norm, Packed, Router, Tables
 
 _PTR, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 # As in native.cpp.
@@ -65,6 +66,14 @@ class NativeTables(Tables):
         self.of_swa = (*at, map.ctypes.data, page_size)
 
 
+class FixedNativeTables(NativeTables, FixedTables):
+    """Copies what it is filled with: the addresses stay."""
+
+    def fill(self, spans: Ints, pages: Ints) -> None:
+        self.spans[:] = spans
+        self.pages[: len(pages)] = pages
+
+
 class NativeOps:
     """FusedOps of one compiled library. Tensors are on the CPU, fp32 or bf16, KV fp8 too; rows contiguous."""
 
@@ -110,6 +119,15 @@ class NativeOps:
         panels = _cut(padded, columns).transpose(-1, -2)
         dtype = torch.bfloat16 if half else torch.float32
         return Packed(panels.to(dtype).contiguous(), real, weight.shape[-1])
+
+    # Tables that stay.
+
+    def fixed_buffer(self, rows: int, entries: int) -> torch.Tensor:
+        return torch.zeros(4 * rows + entries, dtype=torch.int64)
+
+    def fixed_tables(self, buffer: torch.Tensor, rows: int, map: Ints, page_size: int) -> FixedNativeTables:
+        spans, pages = np.split(buffer.numpy(), [4 * rows])
+        return FixedNativeTables(spans.reshape(rows, 4), pages, map, page_size)
 
     # Ops.
 

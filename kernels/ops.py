@@ -6,6 +6,7 @@ give their results up to rounding.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -72,6 +73,14 @@ class Tables:
         return type(self)(spans, self.pages, self.map, self.page_size)
 
 
+class FixedTables(Tables):
+    """Tables of single tokens, always as many, in memory that stays where it is: a recorded step reads it."""
+
+    @abstractmethod
+    def fill(self, spans: Ints, pages: Ints) -> None:
+        """Take over the rows of a step, behind those of earlier steps that the device still computes."""
+
+
 class FusedOps(Protocol):
     """Rows are the tokens of a step, packed without padding; activations are fp32 or bf16."""
 
@@ -92,6 +101,14 @@ class FusedOps(Protocol):
 
     def tables(self, spans: Ints, pages: Ints, map: Ints, page_size: int) -> Tables:
         """Return the tables of a step in the form that this backend reads."""
+        ...
+
+    def fixed_buffer(self, rows: int, entries: int) -> torch.Tensor:
+        """Return memory for fixed tables of up to `rows` rows with `entries` pages in their page tables."""
+        ...
+
+    def fixed_tables(self, buffer: torch.Tensor, rows: int, map: Ints, page_size: int) -> FixedTables:
+        """Return tables of `rows` rows in `buffer`, which those of several sizes may share in turn."""
         ...
 
     def linear(

@@ -45,11 +45,11 @@ def _to_fp8(x):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
-    spans_ptr, tiles_ptr, pages_ptr, map_ptr, sink_ptr,
+    spans_ptr, tiles_ptr, pages_ptr, sink_ptr,
     q_row, slots, page_size, window, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINK: tl.constexpr, WIDE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, SINK: tl.constexpr, WIDE: tl.constexpr,
     FP8: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
 ):  # fmt: skip
     """One run of TOKENS queries of one request, for the heads of one KV head: GROUP rows a token.
@@ -94,8 +94,6 @@ def attention_kernel(
         at = start + tl.arange(0, KEYS)
         there = (at >= low) & (at <= last)
         page = tl.load(pages_ptr + table + at // page_size, mask=there, other=0)
-        if MAPPED:
-            page = tl.load(map_ptr + page, mask=there, other=0)
         slot = base + page * page_size + at % page_size
         k = tl.load(
             k_ptr + slot[None, :] * K_ROW + d[:, None],

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transom.kernels import triton_kernels as kernels
 from transom.kernels.kv_rows import row_dim
 from transom.kernels.moe import route_tokens
-from transom.kernels.ops import KV, Ints, Norm, Packed, Router, Tables
+from transom.kernels.ops import KV, FixedTables, Ints, Norm, Packed, Router, Tables
 
 _KEYS = 32  # keys of a tile
 _QUERY_ROWS = 64  # rows (tokens * heads of a KV head) of a prefill tile
@@ -28,29 +28,41 @@ def _pad(size: int, least: int = _LEAST_DOT) -> int:
     return max(least, int(triton.next_power_of_2(size)))
 
 
+def _places(spans: Ints, pages: Ints, map: Ints, page_size: int) -> Ints:
+    """Return (3, rows): position, slot in the full pool and slot in the SWA pool of every row."""
+    counts = spans[:, 2]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.repeat(spans[:, 1], counts) + within
+    rows = pages[np.repeat(spans[:, 3], counts) + positions // page_size]
+    offsets = positions % page_size
+    return np.stack([positions, rows * page_size + offsets, map[rows] * page_size + offsets])
+
+
 class DeviceTables(Tables):
-    """Tables on the device, with the position and the slots of every row, which all layers share."""
+    """Tables on the device, with the position and the slots of every row, which all layers share.
+
+    `positions` (rows,); `device_spans` as `spans`. Page tables and slots are there for either pool.
+    """
 
     def __init__(self, spans: Ints, pages: Ints, map: Ints, page_size: int, device: torch.device) -> None:
         super().__init__(spans, pages, map, page_size)
         self._device = device
-        counts = spans[:, 2]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = np.repeat(spans[:, 1], counts) + within
-        rows = pages[np.repeat(spans[:, 3], counts) + positions // page_size]
-        offsets = positions % page_size
         self.device_spans = self._upload(self.spans)
-        self.device_pages = self._upload(pages)
-        self.positions = self._upload(positions)
-        self._slots = {
-            True: self._upload(rows * page_size + offsets),
-            False: self._upload(map[rows] * page_size + offsets),
-        }
-        self.device_map = self._upload(map)
+        self.positions, full, swa = self._upload(_places(self.spans, pages, map, page_size)).unbind()
+        self._slots = {True: full, False: swa}
+        self._pages = {True: self._upload(pages), False: self._upload(map[pages])}
         self._tiles: dict[int, torch.Tensor] = {}
 
     def slots(self, full: bool) -> torch.Tensor:
         return self._slots[full]
+
+    def page_table(self, full: bool) -> torch.Tensor:
+        return self._pages[full]
+
+    @property
+    def single(self) -> bool:
+        """Whether each span is one token."""
+        return bool((self.spans[:, 2] == 1).all())
 
     def tiles(self, tokens: int) -> torch.Tensor:
         """Return (n, 2): span and first row within it of every run of `tokens` rows."""
@@ -67,6 +79,34 @@ class DeviceTables(Tables):
 
     def _upload(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+_ROW_NUMBERS = 7  # that fixed tables keep of a row: its span, its position, its two slots
+
+
+class FixedDeviceTables(DeviceTables, FixedTables):
+    """Tables whose tensors are parts of `buffer`: rows, page table of the full pool, that of the SWA pool."""
+
+    def __init__(self, buffer: torch.Tensor, rows: int, map: Ints, page_size: int) -> None:
+        head = _ROW_NUMBERS * rows
+        entries = (len(buffer) - head) // 2
+        self._head, self._swa = buffer[: head + entries], buffer[head + entries :]
+        spans = np.zeros((rows, 4), np.int64)
+        spans[:, 0], spans[:, 2] = np.arange(rows), 1
+        super().__init__(spans, np.zeros(entries, np.int64), map, page_size, buffer.device)
+        self.tiles(1)
+        self.device_spans = self._head[: 4 * rows].view(rows, 4)
+        self.positions, full, swa = self._head[4 * rows : head].view(3, rows).unbind()
+        self._slots = {True: full, False: swa}
+        self._pages = {True: self._head[head:], False: self._swa}
+
+    def fill(self, spans: Ints, pages: Ints) -> None:
+        self.spans = spans
+        places = _places(spans, pages, self.map, self.page_size)
+        # One copy for nearly all: each costs more than its bytes do.
+        packed = np.concatenate([spans.ravel(), places.ravel(), pages])
+        self._head[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
+        self._swa[: len(pages)].copy_(torch.from_numpy(self.map[pages]), non_blocking=True)
 
 
 class TritonOps:
@@ -93,6 +133,12 @@ class TritonOps:
 
     def tables(self, spans: Ints, pages: Ints, map: Ints, page_size: int) -> DeviceTables:
         return DeviceTables(spans, pages, map, page_size, self.device)
+
+    def fixed_buffer(self, rows: int, entries: int) -> torch.Tensor:
+        return torch.zeros(_ROW_NUMBERS * rows + 2 * entries, dtype=torch.int64, device=self.device)
+
+    def fixed_tables(self, buffer: torch.Tensor, rows: int, map: Ints, page_size: int) -> FixedDeviceTables:
+        return FixedDeviceTables(buffer, rows, map, page_size)
 
     # Ops.
 
@@ -231,20 +277,19 @@ class TritonOps:
         kv_heads, slots, _ = k.shape
         head_dim, v_dim = row_dim(k), row_dim(v)
         group = heads // kv_heads
-        single = bool((tables.spans[:, 2] == 1).all())
-        tokens = 1 if single else max(_QUERY_ROWS // group, 1)
+        tokens = 1 if tables.single else max(_QUERY_ROWS // group, 1)
         tiles = tables.tiles(tokens)
         out = q.new_empty(len(q), heads * v_dim)
         self._launch(
             kernels.attention_kernel,
             (len(tiles), kv_heads),
             q, k, v, _scales(k), _scales(v), out,
-            tables.device_spans, tiles, tables.device_pages, tables.device_map,
+            tables.device_spans, tiles, tables.page_table(full),
             q if sink is None else sink,
             q.stride(0), slots, tables.page_size, window or 0, scale,
             HEADS=heads, GROUP=group, HEAD_DIM=head_dim, V_DIM=v_dim,
             HEAD_PAD=_pad(head_dim), V_PAD=_pad(v_dim), ROWS=_pad(tokens * group), TOKENS=tokens, KEYS=_KEYS,
-            MAPPED=not full, WINDOWED=window is not None, SINK=sink is not None, WIDE=self._wide,
+            WINDOWED=window is not None, SINK=sink is not None, WIDE=self._wide,
             FP8=k.dtype == torch.uint8, K_ROW=k.shape[-1], V_ROW=v.shape[-1],
         )  # fmt: skip
         return out

@@ -60,16 +60,22 @@ class PoolPlan:
         return (self.swa_pages - 1) * self.page_size
 
     @property
+    def full_bytes(self) -> int:
+        return self.page_size * self.full_pages * self.full_token_bytes
+
+    @property
+    def swa_bytes(self) -> int:
+        return self.page_size * self.swa_pages * self.swa_token_bytes
+
+    @property
     def total_bytes(self) -> int:
-        return self.page_size * (
-            self.full_pages * self.full_token_bytes + self.swa_pages * self.swa_token_bytes
-        )
+        return self.full_bytes + self.swa_bytes
 
     def describe(self) -> str:
         return (
-            f"full pool {self.full_tokens} tokens at {self.full_token_bytes} B,"
-            f" SWA pool {self.swa_tokens} tokens at {self.swa_token_bytes} B,"
-            f" {self.total_bytes / 1e6:.1f} MB in all"
+            f"full pool {self.full_tokens} tokens in {self.full_bytes / 1e6:.1f} MB"
+            f" ({self.full_token_bytes} B each), SWA pool {self.swa_tokens} tokens in"
+            f" {self.swa_bytes / 1e6:.1f} MB ({self.swa_token_bytes} B each)"
         )
 
 
@@ -101,11 +107,13 @@ def plan_pools(
     release_interval: int,
     chunk: int,
     margin: int = 0,
+    scratch: bool = False,
 ) -> PoolPlan:
     """Split one budget so that requests of `typical_len` tokens fill both pools at the same time.
 
     A request of T tokens holds T full slots but SWA slots of its window only, so the SWA pool gets that share
     of the slots, and beside them those of one chunk under way. `margin` tokens stay behind the window.
+    With `scratch` the budget leaves room for a page of each pool beside the plan.
     Neither pool shrinks when the budget grows.
     Raise ConfigError when it is too small, or when the model lacks either kind of layer.
     """
@@ -116,6 +124,7 @@ def plan_pools(
     window = max(spec.window or 0 for spec in swa) + margin
     full_bytes = token_bytes(full, dtype_bytes) * page_size
     swa_bytes = token_bytes(swa, dtype_bytes) * page_size
+    budget_bytes -= scratch * (full_bytes + swa_bytes)
     steady = pages_for(swa_live_tokens(window, page_size, release_interval, 0), page_size)
     in_chunk = pages_for(swa_live_tokens(window, page_size, release_interval, chunk), page_size)
     typical_full = pages_for(typical_len, page_size)
@@ -131,7 +140,7 @@ def plan_pools(
     if full_pages < least_swa:
         needed = least_swa * (full_bytes + swa_bytes)
         raise ConfigError(
-            f"kv_memory_gb: {budget_bytes} bytes hold no request with a chunk of {chunk} tokens and a window"
-            f" of {window}; at least {needed} bytes are needed"
+            f"kv_memory_gb or kv_memory_share: {budget_bytes} bytes hold no request with a chunk of {chunk}"
+            f" tokens and a window of {window}; at least {needed} bytes are needed"
         )
     return PoolPlan(page_size, full_pages, swa_pages, full_bytes // page_size, swa_bytes // page_size)

@@ -37,7 +37,25 @@ class LlmConfig(StageConfig):
         ge=0,
         le=3600,
     )
+    cuda_graphs: str = setting(
+        "auto",
+        "record decode steps as CUDA graphs and replay them; auto: where the device and the kernels can;"
+        " padded: the same buffers and padding without recording, to check them, also on a CPU",
+        choices=("auto", "on", "off", "padded"),
+    )
+    cuda_graph_max_batch: int = setting(
+        64, "largest batch that is recorded; larger ones run call by call", ge=1, le=4096
+    )
+    cuda_graph_memory_mb: int = setting(
+        1024, "memory of all recorded steps; sizes that would pass it are not recorded", ge=1
+    )
     kv_memory_gb: float = setting(0.25, "memory of both KV pools together", ge=0.0005, le=4096)
+    kv_memory_share: float = setting(
+        0.0,
+        "share of the memory that is free once the model is loaded, for both KV pools; 0: kv_memory_gb",
+        ge=0.0,
+        le=1.0,
+    )
     page_size: int = setting(16, "tokens in a page of the KV pools", ge=1, le=1024)
     typical_context_len: int = setting(
         512, "context length of a usual request: sets the SWA pool's share of the memory", ge=1

@@ -20,6 +20,7 @@ from transom.errors import (
     UnavailableError,
     from_info,
 )
+from transom.llm.build import GB
 from transom.llm.capacity import answer_margin
 from transom.llm.config import DecodeConfig
 from transom.llm.constraint import Constraint
@@ -35,7 +36,7 @@ from transom.llm.request import (
     StartedEvent,
     TokenEvent,
 )
-from transom.llm.worker import GB, LlmStage, check_deadline
+from transom.llm.worker import LlmStage, check_deadline
 from transom.messages import Abort, KVGrant, KVHandoff, KVReserve, KVReturn, RequestFailed
 from transom.transport import Received
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from transom.errors import DeadlineError, TransomError
+from transom.llm.decode_graphs import DecodeGraphs
 from transom.llm.flight import Flight, Runway
 from transom.llm.holdings import Holdings
 from transom.llm.intake import Intake
@@ -84,6 +85,7 @@ class Engine:
         *,
         order: Order,
         cache: PrefixCache | None = None,
+        graphs: DecodeGraphs | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.context_len = min(limits.context_len, pools.full_pages.capacity * pools.page_size)
@@ -91,18 +93,15 @@ class Engine:
         self._hold = ""
         self._intake = Intake(model.config, pools.device, self.context_len)
         self._eos_ids = model.config.eos_token_ids
-        self._runway = Runway(ModelRunner(model, pools), pools.device, self._wake, overlap=limits.overlap)
+        self._runner = ModelRunner(model, pools, graphs)
+        self._runway = Runway(self._runner, pools.device, self._wake, overlap=limits.overlap)
         self._flights: deque[Flight] = deque()  # launched; two at most, and one between steps
         self._cache = cache
         self._holdings = Holdings(pools, cache, limits.swa_release_interval)
         self._order = order
         self._limits = limits
-        self._policy_limits = Limits(
-            limits.batch_tokens,
-            min(limits.running_requests, limits.batch_tokens),
-            pools.page_size,
-            pools.kept,
-        )
+        most = min(limits.running_requests, limits.batch_tokens)
+        self._policy_limits = Limits(limits.batch_tokens, most, pools.page_size, pools.kept)
         self._emit = emit
         self._clock = clock
         self._commands: queue.SimpleQueue[Command | _Signal] = queue.SimpleQueue()
@@ -132,7 +131,9 @@ class Engine:
         for request_id in plan.retract:
             self._retract(self._requests[request_id])
         # What a prompt will reuse is pinned before the KV of others needs room.
-        for request in sorted(map(self._requests.__getitem__, plan.admit), key=_has_host_kv):
+        for request in sorted(
+            map(self._requests.__getitem__, plan.admit), key=lambda r: r.host_kv is not None
+        ):
             self._admit(request)
         self._launch([self._make_step(name, count) for name, count in plan.steps.items()])
         self._land(leave=1 if plan.steps and self._limits.overlap else 0)
@@ -186,6 +187,7 @@ class Engine:
             "waiting_requests": max(requests - running, 0),
             **self._meter.figures(),
             **self._holdings.figures(),
+            **self._runner.figures(),
         }
 
     # Commands and deadlines.
@@ -445,7 +447,3 @@ class Engine:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
-
-
-def _has_host_kv(request: Request) -> bool:
-    return request.host_kv is not None

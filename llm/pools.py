@@ -182,7 +182,8 @@ class DualPools:
 
     `margin` tokens of SWA slots stay behind the window, for the window at the last full page of an answer.
     `clear_pages` zeroes pages when they are handed out, for attention that reads slots which nobody has
-    written and gives them a weight of 0.
+    written and gives them a weight of 0. With `scratch` each pool has a page beyond the plan, which rows that
+    only pad a batch write to and read.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class DualPools:
         device: torch.device,
         margin: int = 0,
         clear_pages: bool = True,
+        scratch: bool = False,
     ) -> None:
         specs = config.layers
         self._clear_pages = clear_pages
@@ -202,13 +204,17 @@ class DualPools:
         self.device = device
         self.window = max(spec.window or 0 for spec in specs if not spec.full)
         self.kept = self.window + margin
-        self.full = KVStore([s for s in specs if s.full], plan.full_pages, plan.page_size, dtype, device)
-        self.swa = KVStore([s for s in specs if not s.full], plan.swa_pages, plan.page_size, dtype, device)
+        full_pages, swa_pages = plan.full_pages + scratch, plan.swa_pages + scratch
+        self.full = KVStore([s for s in specs if s.full], full_pages, plan.page_size, dtype, device)
+        self.swa = KVStore([s for s in specs if not s.full], swa_pages, plan.page_size, dtype, device)
         self.full_pages = PageAllocator(plan.full_pages)
         self.swa_pages = PageAllocator(plan.swa_pages)
         # Kept on the host, where page tables are built; one numpy view serves all updates.
-        self.full_to_swa = torch.zeros(plan.full_pages, dtype=torch.int64)
+        self.full_to_swa = torch.zeros(full_pages, dtype=torch.int64)
         self.swa_of: npt.NDArray[np.int64] = self.full_to_swa.numpy()
+        self.scratch_page = plan.full_pages if scratch else None  # no allocator knows it
+        if scratch:
+            self.swa_of[plan.full_pages] = plan.swa_pages
         # layer id -> its place in the store of its kind
         self.index_of = [sum(s.full == spec.full for s in specs[:i]) for i, spec in enumerate(specs)]
 
@@ -344,7 +350,7 @@ class DualPools:
             mirrored.extend(kv.pages[max(kv.swa_from, kv.shared) : kv.count].tolist())
         self.full_pages.check_integrity(owned)
         self.swa_pages.check_integrity(self.swa_of[mirrored].tolist() if mirrored else [])
-        mapped = np.flatnonzero(self.swa_of).tolist()
+        mapped = np.flatnonzero(self.swa_of[: self.plan.full_pages]).tolist()
         assert mapped == sorted(mirrored), "full_to_swa maps pages that nobody mirrors"
         for store in (self.full, self.swa):
             assert not store.k[:, :, NULL_PAGE].any(), "the null page was written"

@@ -21,6 +21,7 @@ from transom.errors import (
     UnavailableError,
     from_info,
 )
+from transom.llm.build import GB
 from transom.llm.config import PrefillConfig
 from transom.llm.constraint import Constraint
 from transom.llm.kv_transfer import ZmqKVTransfer, from_frame, kv_name, unpack_return
@@ -37,7 +38,7 @@ from transom.llm.request import (
     Start,
     TokenEvent,
 )
-from transom.llm.worker import GB, LlmStage, check_deadline
+from transom.llm.worker import LlmStage, check_deadline
 from transom.messages import (
     Abort,
     EmbeddingChunk,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from transom.kernels.ops import Ints
+from transom.llm.decode_graphs import DecodeGraphs, DecodeRows
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.fused import FusedModel, Placement
 from transom.llm.paged_attention import PagedAttention, Span
@@ -47,6 +48,9 @@ def _batch_order(step: Step) -> tuple[bool, int]:
     return step.count > 1, -pages_of(step.request).count
 
 
+_Placed = Placement | DecodeRows | tuple[PagedAttention, Ints]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """All that a step needs on the host, copied or built: requests may go on meanwhile.
@@ -59,7 +63,7 @@ class Batch:
     ids: Ints
     fed: Ints  # (n, 2)
     media: Sequence[tuple[torch.Tensor, torch.Tensor]]  # rows, and the embeddings that go there
-    placement: Placement | tuple[PagedAttention, Ints]
+    placement: _Placed
     rows: Ints
     states: Sequence[SamplerState]
     indices: Sequence[int]
@@ -67,11 +71,14 @@ class Batch:
 
 
 class ModelRunner:
-    """A model and the pools its attention reads and writes."""
+    """A model and the pools its attention reads and writes; `graphs` take steps of single tokens."""
 
-    def __init__(self, model: CausalLM | FusedModel, pools: DualPools) -> None:
+    def __init__(
+        self, model: CausalLM | FusedModel, pools: DualPools, graphs: DecodeGraphs | None = None
+    ) -> None:
         self._model = model
         self._pools = pools
+        self._graphs = graphs
 
     def prepare(self, steps: Sequence[Step], before: Batch | None) -> Batch:
         """Do what a step needs on the host, where what `before`, the last batch, draws may be unknown."""
@@ -96,7 +103,7 @@ class ModelRunner:
             np.array(ids, np.int64),
             np.array(fed, np.int64).reshape(-1, 2),
             media,
-            self._place(steps),
+            self._place(steps, single=not media and all(step.count == 1 and step.samples for step in steps)),
             ends[due] - 1,
             [request.sampler for request in requests if request.sampler is not None],
             [steps[i].begin + steps[i].count - len(steps[i].request.prompt_ids) for i in due],
@@ -115,18 +122,26 @@ class ModelRunner:
             assert before is not None
             rows, places = _upload(batch.fed.T, device)
             ids.index_copy_(0, rows, before.index_select(0, places))
-        x = self._model.embed(ids)
-        for index, part in batch.media:
-            x.index_copy_(0, index.to(device), part.to(device, x.dtype))
-        hidden = self._forward(x, batch)
+        if isinstance(batch.placement, DecodeRows):
+            assert self._graphs is not None
+            hidden = self._graphs.forward(ids, batch.placement)
+        else:
+            x = self._model.embed(ids)
+            for index, part in batch.media:
+                x.index_copy_(0, index.to(device), part.to(device, x.dtype))
+            hidden = self._forward(x, batch)
         if not batch.states:
             return Drawn(torch.zeros(0, dtype=torch.int64, device=device))
         return sample(self._model.logits(hidden), batch.states, batch.indices)
 
-    def _place(self, steps: Sequence[Step]) -> Placement | tuple[PagedAttention, Ints]:
+    def figures(self) -> dict[str, float]:
+        return self._graphs.figures() if self._graphs is not None else {}
+
+    def _place(self, steps: Sequence[Step], *, single: bool) -> _Placed:
         if isinstance(self._model, FusedModel):
             spans = [(pages_of(step.request), step.begin, step.count) for step in steps]
-            return self._model.place(self._pools, spans)
+            recorded = self._graphs.place(spans) if single and self._graphs is not None else None
+            return recorded or self._model.place(self._pools, spans)
         attention = PagedAttention(
             self._pools,
             [Span(pages_of(step.request), step.begin, step.count) for step in steps],

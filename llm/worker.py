@@ -1,4 +1,4 @@
-"""What prefill and decode processes share: engine start, events onto the loop, aborted ids, draining.
+"""What prefill and decode processes share: events onto the loop, aborted ids, draining.
 
 Runs on the event loop; the engine has its own thread and is reached through commands and events only.
 """
@@ -8,33 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from llguidance import LLTokenizer
 
-from transom.errors import ConfigError, DeadlineError, TransomError
+from transom.errors import DeadlineError, TransomError
 from transom.grammar import GrammarCompiler, grammar_tokenizer
 from transom.hub import resolve_model
-from transom.kernels.kv_rows import FP8, SCALE_BYTES
-from transom.kernels.pick import KernelPick
-from transom.llm.capacity import answer_margin, plan_pools
-from transom.llm.config import LlmConfig, PrefillConfig
+from transom.llm.build import build_engine, pick_kv_dtype
+from transom.llm.config import LlmConfig
 from transom.llm.constraint import Constraint
-from transom.llm.engine import Engine, EngineLimits
-from transom.llm.kv_transfer import kv_name
-from transom.llm.model.causal_lm import CausalLM
-from transom.llm.model.fused import FusedModel, fused
-from transom.llm.model.loader import load_language_model
-from transom.llm.model.spec import DecoderConfig
-from transom.llm.policies import make_order
-from transom.llm.pools import DualPools
-from transom.llm.prefix_cache import PrefixCache
-from transom.llm.radix.retention import RetentionPolicy
 from transom.llm.request import Event, TokenEvent
 from transom.messages import Grammar, Message, PromptStats, RequestFailed, Sampling, TokenChunk
 from transom.recent_ids import RecentIds
@@ -45,109 +31,6 @@ from transom.transport import Frame, Transport
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-GB = 1_000_000_000
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of `name`; "auto" is CUDA if there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r}: {error}") from None
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if name == "float32" else torch.bfloat16
-
-
-def pick_kv_dtype(config: LlmConfig) -> torch.dtype:
-    """Return the dtype of the KV pools; "auto" is that of the weights."""
-    if config.kv_dtype == "fp8":
-        return FP8
-    name = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
-    return pick_dtype(name, pick_device(config.device))
-
-
-Model = CausalLM | FusedModel
-
-
-def build_engine(config: LlmConfig, emit: Callable[[list[Event]], None]) -> tuple[Engine, Model]:
-    """Load the model and allocate the pools. Blocks for as long as that takes."""
-    threads = config.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    device = pick_device(config.device)
-    kernels = KernelPick(device, config.kernels)
-    dtype = pick_dtype(config.dtype, device)
-    # The MTP modules draft tokens; without speculative decoding nothing would run them.
-    model = load_language_model(resolve_model(config.model), dtype=dtype, device=device, mtp=False)
-    kv_dtype = pick_kv_dtype(config)
-    _check_fp8(model.config, kv_dtype)
-    margin = answer_margin(config.page_size) if _keeps_answers(config) else 0
-    plan = plan_pools(
-        model.config,
-        budget_bytes=int(config.kv_memory_gb * GB),
-        dtype_bytes=kv_dtype.itemsize,
-        page_size=config.page_size,
-        typical_len=config.typical_context_len,
-        release_interval=config.swa_release_interval,
-        chunk=config.max_batch_tokens,
-        margin=margin,
-    )
-    logger.info(
-        "%s on %s in %s, KV in %s: %s",
-        config.model,
-        device,
-        str(dtype).removeprefix("torch."),
-        kv_name(kv_dtype),
-        plan.describe(),
-    )
-    limits = EngineLimits(
-        batch_tokens=config.max_batch_tokens,
-        running_requests=config.max_running_requests,
-        context_len=config.max_context_len or model.config.max_position_embeddings,
-        swa_release_interval=config.swa_release_interval,
-        overlap=config.overlap == "on" or (config.overlap == "auto" and device.type != "cpu"),
-    )
-    ops = kernels.ops(wait_s=config.kernel_build_wait_s, threads=threads)
-    fast = fused(model, ops) if ops is not None else None
-    pools = DualPools(
-        model.config, plan, dtype=kv_dtype, device=device, margin=margin, clear_pages=fast is None
-    )
-    cache = None
-    if isinstance(config, PrefillConfig) and config.prefix_cache:
-        policy = RetentionPolicy(
-            pools.window,
-            pools.page_size,
-            config.swa_keep_interval,
-            config.swa_keep_until,
-            int(config.swa_keep_share * plan.swa_tokens),
-        )
-        cache = PrefixCache.where_it_fits(
-            pools, config.model, model.config.eos_token_ids, policy=policy, answers=config.cache_answers
-        )
-    order = make_order(config.schedule_policy, lambda: engine.tokens_per_s / config.waiting_stretch)
-    runs: Model = fast or model
-    engine = Engine(runs, pools, limits, emit, order=order, cache=cache)
-    return engine, runs
-
-
-def _check_fp8(config: DecoderConfig, kv_dtype: torch.dtype) -> None:
-    """Refuse fp8 for heads that would leave the scale of a row unaligned."""
-    sizes = {dim for spec in config.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % SCALE_BYTES}
-    if kv_dtype == FP8 and sizes:
-        raise ConfigError(
-            f"kv_dtype fp8: head sizes must be multiples of {SCALE_BYTES}, the model has {sorted(sizes)}"
-        )
-
-
-def _keeps_answers(config: LlmConfig) -> bool:
-    if isinstance(config, PrefillConfig):
-        return config.prefix_cache and config.cache_answers
-    return True  # decode: the prefill workers say in each hand-over whether they want them
 
 
 class LlmStage(Stage):
@@ -164,6 +47,8 @@ class LlmStage(Stage):
                 "cache_cut_tokens",
                 "cache_answer_tokens",
                 "retractions",
+                "graph_steps",
+                "graph_padded_rows",
             }
         )
         | GrammarCompiler.TOTALS

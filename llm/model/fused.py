@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from transom.kernels.ops import KV, FusedOps, Ints, Norm, Packed, Router
+from transom.kernels.ops import KV, FusedOps, Ints, Norm, Packed, Router, Tables
 from transom.kernels.rope import rope_table
 from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.parts import DecoderParts, LayerParts, RouterParts
@@ -20,6 +20,9 @@ from transom.llm.model.spec import LayerSpec
 from transom.llm.pools import DualPools, RequestKV
 
 _LEAST_POSITIONS = 1024
+
+# pages of a request, position of its first new token, new tokens
+Span = tuple[RequestKV, int, int]
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,24 @@ class _Layer:
     post_mlp_norm: Norm | None
 
 
-class Placement:
-    """Where the rows of one step stand in the pools; `spans` are (pages, first new position, new tokens)."""
+def list_spans(spans: Sequence[Span], at: int = 0) -> tuple[Ints, list[Ints]]:
+    """Return the spans as tables have them, (n, 4), and their page tables from `at` on."""
+    rows, listed, pages = 0, [], []
+    for kv, begin, count in spans:
+        listed.append((rows, begin, count, at))
+        pages.append(kv.pages[: kv.count])
+        rows += count
+        at += kv.count
+    return np.array(listed), pages
 
-    def __init__(self, ops: FusedOps, pools: DualPools, spans: Sequence[tuple[RequestKV, int, int]]) -> None:
-        self.pools = pools
-        rows = tables = 0
-        listed, pages = [], []
-        for kv, begin, count in spans:
-            listed.append((rows, begin, count, tables))
-            pages.append(kv.pages[: kv.count])
-            rows += count
-            tables += kv.count
-        self.last_position = max(begin + count for _, begin, count in spans) - 1
-        self.tables = ops.tables(np.array(listed), np.concatenate(pages), pools.swa_of, pools.page_size)
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of one step stand in the pools; the last of them is at `last_position` at most."""
+
+    pools: DualPools
+    tables: Tables
+    last_position: int
 
     def kv(self, layer: int, spec: LayerSpec) -> KV:
         """Return K and V by slot of one layer."""
@@ -70,9 +77,10 @@ class FusedModel:
 
     def __init__(self, model: CausalLM, parts: DecoderParts, ops: FusedOps) -> None:
         self.config = model.config
-        self._ops = ops
+        self.ops = ops
         self._embedding = model.embed_tokens.weight.detach()
-        self._embed_scale = torch.tensor(parts.embed_scale, dtype=self._embedding.dtype)
+        # Rounded to the weights' dtype, as the model's own module has it.
+        self._embed_scale = torch.tensor(parts.embed_scale, dtype=self._embedding.dtype).item()
         eps = model.config.rms_norm_eps
         last = len(parts.layers) - 1
         self._layers = [_pack(layer, ops, eps, last=i == last) for i, layer in enumerate(parts.layers)]
@@ -91,9 +99,11 @@ class FusedModel:
             packed += [part for part in parts if part is not None]
         return sum(p.data.numel() * p.data.element_size() for p in packed)
 
-    def place(self, pools: DualPools, spans: Sequence[tuple[RequestKV, int, int]]) -> Placement:
-        """Say where the rows of a step stand: spans of (pages, first new position, new tokens)."""
-        return Placement(self._ops, pools, spans)
+    def place(self, pools: DualPools, spans: Sequence[Span]) -> Placement:
+        """Say where the rows of a step stand."""
+        listed, pages = list_spans(spans)
+        tables = self.ops.tables(listed, np.concatenate(pages), pools.swa_of, pools.page_size)
+        return Placement(pools, tables, int((listed[:, 1] + listed[:, 2]).max()) - 1)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (tokens, hidden) for token ids (tokens,)."""
@@ -105,8 +115,8 @@ class FusedModel:
 
         `rows` ascend. The last layer stores K and V of all tokens but computes the rest for `rows` alone.
         """
-        self._grow_rope(placement.last_position + 1)
-        ops, tables = self._ops, placement.tables
+        self.reserve_positions(placement.last_position + 1)
+        ops, tables = self.ops, placement.tables
         for i, layer in enumerate(self._layers):
             spec = layer.spec
             cos, sin = self._rope[spec.rope_theta, spec.rotary_dim]
@@ -138,11 +148,23 @@ class FusedModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return fp32 logits (rows, vocab)."""
-        return self._ops.linear(hidden, self._head).float()
+        return self.ops.linear(hidden, self._head).float()
+
+    def reserve_positions(self, positions: int) -> None:
+        """Have the rotations of so many positions; they double, so that growing costs little a token.
+
+        They stay where they are in memory until more are wanted.
+        """
+        if positions <= self._positions:
+            return
+        self._positions = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
+        at = torch.arange(self._positions, device=self._embedding.device)
+        keys = {(layer.spec.rope_theta, layer.spec.rotary_dim) for layer in self._layers}
+        self._rope = {key: rope_table(at, *key) for key in keys}
 
     def _feed_forward(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         """Return x with the dense or the routed feed-forward part added; x may be overwritten."""
-        ops, norm, gate_up, down = self._ops, layer.mlp_norm, layer.gate_up, layer.down
+        ops, norm, gate_up, down = self.ops, layer.mlp_norm, layer.gate_up, layer.down
         post = layer.post_mlp_norm
         into = x if post is None else None
         if layer.router is None:
@@ -151,15 +173,6 @@ class FusedModel:
         else:
             y = ops.moe(x, layer.router, gate_up, down, norm=norm, residual=into, out=into)
         return y if post is None else ops.rms_norm(y, post, x)
-
-    def _grow_rope(self, positions: int) -> None:
-        """Have the rotations of so many positions; they double, so that growing costs little a token."""
-        if positions <= self._positions:
-            return
-        self._positions = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
-        at = torch.arange(self._positions, device=self._embedding.device)
-        keys = {(layer.spec.rope_theta, layer.spec.rotary_dim) for layer in self._layers}
-        self._rope = {key: rope_table(at, *key) for key in keys}
 
 
 def _pack(layer: LayerParts, ops: FusedOps, eps: float, *, last: bool) -> _Layer:

@@ -268,6 +268,20 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{MEMORY}::test_no_deadlock_in_too_little_memory",
         "llm/engine/test_scheduler.py::test_everyone_gets_through_in_any_memory",
     ),
+    "a request that ran out of pages while it was decoded never comes back": (
+        f"{MEMORY}::test_no_deadlock_in_too_little_memory",
+        "llm/engine/test_engine.py::test_retracted_and_resumed",
+    ),
+    "a prompt that prefill refuses as too long is decoded all the same": (
+        "llm/engine/test_engine.py::test_limits_become_typed_errors",
+        "llm/engine/test_stages.py::test_errors_are_typed",
+        "llm/engine/test_stage_rules.py::test_decode_refuses_what_can_never_fit",
+    ),
+    "KV that waits for decode workers piles up without bound": (
+        "llm/engine/test_stage_rules.py::test_prefill_waits_while_too_much_kv_waits_for_decode",
+        "llm/engine/test_stage_rules.py::test_decode_grants_host_memory_in_order",
+        "llm/engine/test_stage_rules.py::test_decode_takes_only_what_it_granted",
+    ),
     "a long prompt holds short ones back, or is itself held back for ever": (
         "llm/engine/test_scheduler.py::test_short_prompts_pass_a_long_one_under_way",
         "llm/engine/test_scheduler.py::test_the_wait_of_a_long_prompt_is_bounded",

@@ -10,9 +10,11 @@ import torch
 
 from transom.errors import ErrorInfo
 from transom.llm.capacity import PoolPlan
+from transom.llm.decode_graphs import DecodeGraphs
 from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.attention import PackedAttention
 from transom.llm.model.config import MiMoV2Config
+from transom.llm.model.fused import FusedModel
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
@@ -102,10 +104,19 @@ def make_pools() -> Callable[..., DualPools]:
         margin: int = 0,
         clear_pages: bool = True,
         device: torch.device | None = None,
+        scratch: bool = False,
     ) -> DualPools:
         plan = PoolPlan(page_size, full + 1, swa + 1, 0, 0)
         device = device or torch.device("cpu")
-        return DualPools(config, plan, dtype=dtype, device=device, margin=margin, clear_pages=clear_pages)
+        return DualPools(
+            config,
+            plan,
+            dtype=dtype,
+            device=device,
+            margin=margin,
+            clear_pages=clear_pages,
+            scratch=scratch,
+        )
 
     return make
 
@@ -168,28 +179,36 @@ class Harness:
 
     def __init__(
         self,
-        model: MiMoV2ForCausalLM,
+        model: MiMoV2ForCausalLM | FusedModel,
         pools: DualPools,
         clock: Callable[[], float],
         cached: bool,
         order: Order,
         answers: bool,
         overlap: bool,
+        padded: int,
         **limits: int,
     ) -> None:
         bounds = {"batch_tokens": 64, "running_requests": 16, "context_len": 8192, "swa_release_interval": 4}
+        bounds |= limits
         self.pools = pools
         policy = RetentionPolicy(pools.window, pools.page_size, max_extra_tokens=pools.plan.swa_tokens // 4)
         self.cache = None
         if cached:
             self.cache = PrefixCache(pools, "tiny", (TURN_END,), policy=policy, answers=answers)
+        self.graphs = None
+        if padded:
+            assert isinstance(model, FusedModel)
+            self.graphs = DecodeGraphs(model, pools, bounds["context_len"], padded)
+            self.graphs.warm_up()
         self.engine = Engine(
             model,
             pools,
-            EngineLimits(**{**bounds, **limits}, overlap=overlap),
+            EngineLimits(**bounds, overlap=overlap),
             self._take,
             order=order,
             cache=self.cache,
+            graphs=self.graphs,
             clock=clock,
         )
         self.tokens: dict[str, list[int]] = {}
@@ -250,7 +269,7 @@ class Harness:
 @pytest.fixture(scope="session")
 def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]:
     def make(
-        model: MiMoV2ForCausalLM,
+        model: MiMoV2ForCausalLM | FusedModel,
         *,
         full: int = 400,
         swa: int = 200,
@@ -262,10 +281,22 @@ def make_harness(make_pools: Callable[..., DualPools]) -> Callable[..., Harness]
         answers: bool = False,
         dtype: torch.dtype = torch.float32,
         overlap: bool = False,
+        padded: int = 0,
+        device: torch.device | None = None,
         **limits: int,
     ) -> Harness:
-        pools = make_pools(model.config, full=full, swa=swa, page_size=page_size, margin=margin, dtype=dtype)
+        """With `padded` decode steps of up to so many rows run in fixed buffers."""
+        pools = make_pools(
+            model.config,
+            full=full,
+            swa=swa,
+            page_size=page_size,
+            margin=margin,
+            dtype=dtype,
+            scratch=padded > 0,
+            device=device,
+        )
         order = make_order(policy, lambda: 10.0)
-        return Harness(model, pools, clock, cached, order, answers, overlap, **limits)
+        return Harness(model, pools, clock, cached, order, answers, overlap, padded, **limits)
 
     return make

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transom.kernels.native_ops import NativeOps
+from transom.llm.model.fused import fused
 from transom.llm.radix.node import Node
+from transom.llm.worker import LlmStage
 
 Make = Callable[..., Any]
 
@@ -66,3 +69,13 @@ def draw(harness: Any) -> str:
 
     block(next(iter(root.children.values())), 0)
     return "\n\n".join(blocks)
+
+
+def test_every_figure_is_explained(make_model: Make, make_harness: Make, native_ops: NativeOps) -> None:
+    """What an engine tells as its load stands in the table of metrics, counters with their ending."""
+    model = fused(make_model(), native_ops)
+    load = make_harness(model, cached=True, padded=4).engine.load()
+    table = DOC.read_text(encoding="utf-8").split("\n## Metrics\n")[1]
+    names = {name + "_total" * (name in LlmStage.totals) for name in load if not name.startswith("swa_")}
+    assert "graph_steps_total" in names
+    assert not {name for name in names if f"`{name}`" not in table}

@@ -16,6 +16,7 @@ from transom.errors import ConfigError
 from transom.hub import resolve_model
 from transom.kernels.kv_rows import FP8
 from transom.kernels.native_ops import NativeOps
+from transom.llm.build import build_engine, pick_kv_dtype
 from transom.llm.config import DecodeConfig, PrefillConfig
 from transom.llm.kv_transfer import pack_kv, unpack_kv, unpack_return
 from transom.llm.model.causal_lm import CausalLM
@@ -27,7 +28,6 @@ from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.paged_attention import PagedAttention, Span
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.request import Drop, KeepAnswer, ReturnWish
-from transom.llm.worker import build_engine, pick_kv_dtype
 from transom.messages import KVHandoff, KVReturn, Sampling
 from transom.tokenizer import Tokenizer
 
@@ -231,12 +231,12 @@ def test_a_start_says_what_kv_costs(caplog: pytest.LogCaptureFixture) -> None:
     bytes_of = {"auto": 4, "float32": 4, "bfloat16": 2, "fp8": 1}
     for name, value in bytes_of.items():
         config = DecodeConfig(model="mimo-nano", kv_dtype=name, kernels="torch", kv_memory_gb=0.02)
-        with caplog.at_level(logging.INFO, "transom.llm.worker"):
+        with caplog.at_level(logging.INFO, "transom.llm.build"):
             engine, _ = build_engine(config, lambda events: None)
         line = caplog.messages[-1]
         full = 3 * 2 * (48 + 32) * value + (3 * 2 * 2 * 4 if value == 1 else 0)
         assert f"KV in {'float32' if name == 'auto' else name}:" in line
-        assert f"tokens at {full} B, SWA" in line
+        assert f"({full} B each), SWA" in line
         pools = engine._holdings._pools
         held = sum(x.nbytes for store in (pools.full, pools.swa) for x in (store.k, store.v))
         assert held == pools.plan.total_bytes <= 0.02e9
