@@ -128,6 +128,7 @@ class Clip:
                 head = reply
         assert head is not None
         clock.add("decode", started)
+        self._encoding.measure(head.size)
         audio = self._pipeline.audio
         per_s = audio.mel.sampling_rate / audio.mel.hop_length / audio.frames_per_token
         patch = self._job.temporal_patch
@@ -234,7 +235,7 @@ class Clip:
         pipeline, cutter = self._pipeline, self._pipeline.new_sound_cutter()
         worker: Worker | None = None
         assert self._job.sound is not None
-        first = 0
+        first = heard = 0
         while not self._track.ended:
             await self._changed.until(lambda: not self._track.covers(self._planned[self._furthest].audio_end))
             job = wire.TrackJob(clip=self._number, sound=self._job.sound, first=first, pieces=_PIECES)
@@ -245,6 +246,8 @@ class Clip:
                 async with pipeline.pool.decode(job, self._file, near=worker, insist=True) as parts:
                     async for reply, fd in parts:
                         assert isinstance(reply, wire.Sound)
+                        heard += reply.samples
+                        self._encoding.measure_sound(heard / pipeline.audio.mel.sampling_rate)
                         futures += await pipeline.submit_sound(self._encoding, cutter, fd, reply)
                         is_last = reply.last
                         first += 1

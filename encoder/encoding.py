@@ -7,15 +7,17 @@ Encoder process, event loop. One encoding serves all requests for equal content 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from transom.encoder.spans import ItemSpans
 from transom.errors import ErrorInfo, TransomError, from_info
-from transom.messages import Modality
+from transom.messages import MediaSize, Modality
 
 Rows = NDArray[Any]  # (rows, hidden), float32 or raw bfloat16
 
@@ -43,6 +45,7 @@ class Chunk:
 class Reader:
     """How far one request has followed an encoding. Two are never the same, wherever they are."""
 
+    on_size: Callable[[MediaSize], None]
     position: int = 0
 
 
@@ -64,6 +67,7 @@ class Encoding:
     done: bool = False
     error: ErrorInfo | None = None
     notes: tuple[str, ...] = ()
+    size: MediaSize = field(default_factory=MediaSize)
     cache_hit: bool = False
     spans: ItemSpans = field(default_factory=ItemSpans)
     media_tokens: int = 0
@@ -88,12 +92,30 @@ class Encoding:
         """Whether nobody follows."""
         return not self._open
 
-    def join(self) -> Reader:
-        """Start reading from the first chunk."""
+    def join(self, on_size: Callable[[MediaSize], None] = lambda _: None) -> Reader:
+        """Start reading from the first chunk. `on_size` is told the item's size now and as it grows.
+
+        Not of an encoding that is done: its size stands. It must not raise.
+        """
         assert self.joinable
-        reader = Reader()
+        reader = Reader(on_size)
         self._open.append(reader)
+        if not self.done and self.size != MediaSize():
+            on_size(self.size)
         return reader
+
+    def measure(self, size: MediaSize) -> None:
+        """Tell all readers a size that is new."""
+        if size == self.size:
+            return
+        self.size = size
+        for reader in self._open:
+            reader.on_size(size)
+
+    def measure_sound(self, heard_s: float) -> None:
+        """Tell all readers when more sound has been decoded than was known of."""
+        if heard_s > self.size.audio_s:
+            self.measure(msgspec.structs.replace(self.size, audio_s=heard_s))
 
     def leave(self, reader: Reader) -> None:
         """Stop reading."""

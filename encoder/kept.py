@@ -16,12 +16,14 @@ import msgspec
 from numpy.typing import NDArray
 
 from transom.encoder.encoding import Chunk, Encoding
-from transom.messages import Dtype, TensorMeta
+from transom.messages import Dtype, MediaSize, TensorMeta
 from transom.shared_cache.contract import ArenaError, Busy, Claim, EmbeddingCache, EntryMeta, Lease
 from transom.shared_cache.opening import open_embedding_cache
 from transom.shared_cache.single_flight import lease_or_claim
 
 logger = logging.getLogger(__name__)
+
+_FORMAT = 2  # of what is kept beside the rows
 
 
 class _KeptChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +35,7 @@ class _KeptChunk(msgspec.Struct, frozen=True, array_like=True):
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[_KeptChunk]
     notes: tuple[str, ...]
+    size: MediaSize
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -48,7 +51,7 @@ class KeptEncodings:
 
     async def open(self, identity: str, size_bytes: int, *, keep: bool) -> None:
         """Open the cache that all encoders of this identity share."""
-        work = asyncio.to_thread(open_embedding_cache, identity, size_bytes, keep=keep)
+        work = asyncio.to_thread(open_embedding_cache, f"{identity}/{_FORMAT}", size_bytes, keep=keep)
         # A start that is broken off leaves the thread running: `close` must have what it opens.
         self._opening = asyncio.create_task(work)
         self._cache = await asyncio.shield(self._opening)
@@ -113,7 +116,7 @@ class KeptEncodings:
         """Publish all chunks of an entry as the encoding's. Ends the lease; the chunks hold its bytes."""
         encoding.cache_hit = True
         with lease:
-            chunks, encoding.notes = unpack(lease)
+            chunks, encoding.notes, encoding.size = unpack(lease)
         for chunk in chunks:
             await encoding.publish(chunk)
 
@@ -140,13 +143,17 @@ def pack(encoding: Encoding, dtype: Dtype) -> tuple[EntryMeta, list[NDArray[Any]
     """Return what `Claim.publish` takes for a complete encoding."""
     assert encoding.complete
     chunks = [chunk for chunk in encoding.chunks if chunk is not None]
-    kept = _Kept([_KeptChunk(c.token_ids, len(c.rows), c.audio_rows) for c in chunks], encoding.notes)
+    each = [_KeptChunk(chunk.token_ids, len(chunk.rows), chunk.audio_rows) for chunk in chunks]
+    kept = _Kept(each, encoding.notes, encoding.size)
     shape = (sum(len(c.rows) for c in chunks), chunks[0].rows.shape[1])
     return EntryMeta(TensorMeta(dtype, shape), _ENCODER.encode(kept)), [c.rows for c in chunks]
 
 
-def unpack(lease: Lease) -> tuple[Iterator[Chunk], tuple[str, ...]]:
-    """Return chunks whose rows are views of the leased bytes, and the notes. The views keep the bytes."""
+def unpack(lease: Lease) -> tuple[Iterator[Chunk], tuple[str, ...], MediaSize]:
+    """Return chunks whose rows are views of the leased bytes, the notes and the size.
+
+    The views keep the bytes.
+    """
     kept = _DECODER.decode(lease.meta.user)
     rows = lease.array()
 
@@ -158,4 +165,4 @@ def unpack(lease: Lease) -> tuple[Iterator[Chunk], tuple[str, ...]]:
             yield Chunk(chunk.token_ids, rows[start:end], chunk.audio_rows, last)
             start = end
 
-    return chunks(), kept.notes
+    return chunks(), kept.notes, kept.size

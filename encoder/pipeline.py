@@ -148,6 +148,9 @@ class Pipeline:
         async with self._decoded, self.pool.decode(self._image_job(options), file) as parts:
             started = time.monotonic()
             async for reply, fd in parts:
+                if isinstance(reply, wire.Measured):
+                    encoding.measure(reply.size)
+                    continue
                 assert isinstance(reply, wire.Picture)
                 clock.add("decode", started)
                 size = (1, reply.height, reply.width)
@@ -210,6 +213,7 @@ class Pipeline:
         cutter = self.new_sound_cutter()
         ids = self.expander.ids
         head = [ids.audio_start]
+        heard = 0
         waiting: list[asyncio.Future[Rows]] = []
 
         async def publish(*, last: bool) -> None:
@@ -222,8 +226,13 @@ class Pipeline:
         async with self.pool.decode(self.audio_job(), file) as parts:
             started = time.monotonic()
             async for reply, fd in parts:
+                if isinstance(reply, wire.Measured):
+                    encoding.measure(reply.size)
+                    continue
                 assert isinstance(reply, wire.Sound)
                 clock.add("decode", started)
+                heard += reply.samples
+                encoding.measure_sound(heard / self.audio.mel.sampling_rate)
                 waiting += await self.submit_sound(encoding, cutter, fd, reply)
                 # One segment stays in flight, so that the next is decoded meanwhile.
                 while len(waiting) > 1:

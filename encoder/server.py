@@ -12,6 +12,7 @@ import logging
 import resource
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,19 @@ from transom.encoder.pipeline import Pipeline
 from transom.encoder.ranks.pool import Ranks
 from transom.encoder.revision import model_revision
 from transom.encoder.spans import Timeline
-from transom.errors import DeadlineError, TransomError, UnavailableError
+from transom.errors import DeadlineError, MediaError, TransomError, UnavailableError
 from transom.hub import resolve_model
 from transom.log import request_id_var
-from transom.messages import Abort, EmbeddingChunk, EncodeDone, EncodeJob, RequestFailed, TensorMeta
+from transom.messages import (
+    Abort,
+    EmbeddingChunk,
+    EncodeDone,
+    EncodeJob,
+    ItemSize,
+    MediaSize,
+    RequestFailed,
+    TensorMeta,
+)
 from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
@@ -197,7 +207,7 @@ class EncoderStage(Stage):
         item.queue_ms = round((time.monotonic() - item.received_s) * 1000, 3)
         encoding = await self._lookup.find(item)
         was_complete = encoding.complete
-        reader = encoding.join()
+        reader = encoding.join(partial(self._tell_size, job))
         try:
             index = 0
             while (chunk := await encoding.next(reader)) is not None:
@@ -220,6 +230,12 @@ class EncoderStage(Stage):
             self._flights.stop_if_abandoned(encoding)
         self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
+    def _tell_size(self, job: EncodeJob, size: MediaSize) -> None:
+        """Tell how large an item is; it also stands at the end of the item, so that this may be lost."""
+        message = ItemSize(request_id=job.request_id, item_index=job.item_index, size=size)
+        with contextlib.suppress(TransomError):
+            self._transport.send(job.gateway, message)
+
     def _tell_done(self, item: Item, encoding: Encoding, *, is_hit: bool) -> None:
         job = item.job
         self._hits += is_hit
@@ -241,6 +257,7 @@ class EncoderStage(Stage):
             notes=encoding.notes,
             timings_ms=timings,
             spans=spans,
+            size=encoding.size,
         )
         self._metrics.served(job.modality, timings, is_hit=is_hit)
         self._transport.send(job.gateway, done)
@@ -255,6 +272,8 @@ class EncoderStage(Stage):
     def _tell_failure(self, job: EncodeJob, error: TransomError) -> None:
         self._metrics.failed(job.modality, error.status)
         info = msgspec.structs.replace(error.info(), param=job.param)
+        if isinstance(error, MediaError):
+            info = msgspec.structs.replace(info, message=f"{job.param}: {error.message}")
         message = RequestFailed(request_id=job.request_id, error=info, stage=self.name)
         for address in dict.fromkeys((job.gateway, job.reply_to)):
             with contextlib.suppress(TransomError):

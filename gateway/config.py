@@ -51,6 +51,13 @@ class GatewayConfig(StageConfig):
     max_body_mb: int = setting(64, "size of a request body", ge=1, le=4096)
     max_buffered_mb: int = setting(1024, "size of all request bodies held at once", ge=1, le=1_048_576)
     max_media_items: int = setting(64, "media items of one request", ge=0, le=4096)
+    max_request_pixels: int = setting(
+        1_000_000_000, "pixels of all images of one request, and of one frame of each video", ge=1, le=10**12
+    )
+    max_request_video_s: float = setting(14_400.0, "length of all videos of one request", ge=0.1, le=10**7)
+    max_request_audio_s: float = setting(
+        14_400.0, "length of all sounds of one request, sound tracks of videos included", ge=0.1, le=10**7
+    )
     max_request_visual_tokens: int = setting(
         1_000_000, "tokens of all images and videos of one request", ge=1, le=10**8
     )

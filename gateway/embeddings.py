@@ -11,10 +11,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from transom.errors import DeadlineError, PayloadTooLargeError, StageLostError, TransomError, from_info
+from transom.errors import (
+    DeadlineError,
+    MediaError,
+    PayloadTooLargeError,
+    StageLostError,
+    TransomError,
+    from_info,
+)
 from transom.gateway.fleet import StageName
+from transom.gateway.media_totals import MediaTotals
 from transom.gateway.requests import Work
-from transom.messages import Abort, EmbeddingChunk, EncodeDone, RequestFailed
+from transom.messages import Abort, EmbeddingChunk, EncodeDone, ItemSize, RequestFailed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +32,7 @@ class LiveEmbedding:
     request_id: str
     work: Work
     max_bytes: int
+    totals: MediaTotals
     grow: Callable[[int], None]
     release: Callable[[str, int], None]
     chunks: list[tuple[EmbeddingChunk, bytes]] = field(default_factory=list)
@@ -62,8 +71,20 @@ class LiveEmbedding:
         if not self.chunks or not self.chunks[-1][0].last:
             self.fail(StageLostError("embeddings are missing"))
             return
+        try:
+            self.totals.note_done(message)
+        except MediaError as error:
+            self.fail(error)
+            return
         self.done = message
         self._end()
+
+    def on_item_size(self, message: ItemSize) -> None:
+        """End where the item is too large; mostly before it is decoded."""
+        try:
+            self.totals.note(message.item_index, message.size)
+        except MediaError as error:
+            self.fail(error)
 
     def on_failed(self, message: RequestFailed) -> None:
         """End with the encoder's error."""

@@ -17,6 +17,7 @@ import msgspec
 from transom.errors import DeadlineError, OverloadedError, StageLostError
 from transom.gateway.embeddings import LiveEmbedding
 from transom.gateway.fleet import Fleet
+from transom.gateway.media_totals import MediaLimits, MediaTotals
 from transom.gateway.prompt import Prompt
 from transom.gateway.requests import LiveRequest, RequestTable, Work
 from transom.gateway.schema import MediaItem
@@ -100,10 +101,10 @@ class Exchange:
             choice.unread_limit_bytes = limit_bytes
             choice.hang_up = hang_up
 
-    def bound_visual(self, limit_tokens: int, params: Sequence[str]) -> None:
-        """Fail as soon as the images and videos of `params`, all together, have more tokens than that."""
+    def bound_media(self, limits: MediaLimits, params: Sequence[str]) -> None:
+        """Fail as soon as the items that were written at `params` are too much, all together."""
         for choice in self.choices:
-            choice.visual_limit, choice.media_params = limit_tokens, params
+            choice.totals = MediaTotals(limits, params)
 
     def take(self) -> list[tuple[int, list[TokenChunk]]]:
         """Return the new chunks by choice; raise the error of a failed one."""
@@ -252,6 +253,7 @@ class Dispatcher:
         *,
         timeout_s: float,
         max_bytes: int,
+        limits: MediaLimits,
         grow: Callable[[int], None],
     ) -> Iterator[LiveEmbedding]:
         """Send one item to its encoder, with this gateway as the taker; on leaving give back all room."""
@@ -261,6 +263,7 @@ class Dispatcher:
             request_id=request_id,
             work=work,
             max_bytes=max_bytes,
+            totals=MediaTotals(limits, (one.item.param,)),
             grow=grow,
             release=self._fleet.release,
         )

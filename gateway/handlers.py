@@ -32,6 +32,7 @@ from transom.gateway.http_edge import (
     limit_headers,
 )
 from transom.gateway.media_embeddings import MediaEmbeddings
+from transom.gateway.media_totals import MediaLimits
 from transom.gateway.metrics import Endpoint, GatewayMetrics
 from transom.gateway.openapi import document
 from transom.gateway.output import ChoiceOutput, Delta
@@ -104,6 +105,7 @@ class Handlers:
             model.limits, max_body_bytes=config.max_body_mb * 1024 * 1024, keys=bool(config.api_keys_file)
         )
         self._grammars = grammars
+        self._media_limits = MediaLimits.of(config)
         self._created = int(time.time())
         self.draining = False
         self.media_embeddings = MediaEmbeddings(
@@ -227,7 +229,7 @@ class Handlers:
                     )
                 )
                 params = [one.item.param for one in job.attachments]
-                exchange.bound_visual(self._config.max_request_visual_tokens, params)
+                exchange.bound_media(self._media_limits, params)
                 timeline.mark("send")
             try:
                 return await self._observed(request, job, exchange, observed)
@@ -317,7 +319,11 @@ class Handlers:
             # The status is out already: clients find the error in the stream.
             exchange.end_reason = error.code
             job.timeline.settle(error.status, error.code)
-            await stream.send([error.info().to_openai()])
+            # What was used until now comes first: clients read no further than the error.
+            usage_event = (
+                [renderer.last_event(self._usage(job, exchange))] if job.generation.include_usage else []
+            )
+            await stream.send([*usage_event, error.info().to_openai()])
         return await stream.finish()
 
     def _news(self, job: Job, exchange: Exchange) -> list[tuple[int, Delta]]:

@@ -30,6 +30,7 @@ from transom.gateway.exchange import Attachment, Dispatcher, media_cost
 from transom.gateway.fields import show
 from transom.gateway.http_edge import api_key
 from transom.gateway.media import MEDIA_PARTS, parse_media_part
+from transom.gateway.media_totals import MediaLimits
 from transom.gateway.metrics import GatewayMetrics
 from transom.gateway.parse import load_body
 from transom.gateway.prepare import Model
@@ -110,6 +111,7 @@ class MediaEmbeddings:
                         one,
                         timeout_s=timeout_s,
                         max_bytes=self.config.max_embedding_mb * _MB,
+                        limits=MediaLimits.of(self.config),
                         grow=stack.enter_context(self.admission.buffer(caller)),
                     )
                 )

@@ -30,11 +30,16 @@ from transom.gateway.schema import (
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
 _MAX_BODY_DEPTH = 1000  # beyond it no field is named
+# Two bytes of JSON can become an object of a hundred: a body of this many takes some hundred MB.
+_MAX_VALUES = 4_000_000
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
     """Return the JSON object of a body, a `spec`; refuse NaN, lone surrogates and deep nesting."""
+    # Each value but the first follows one of these; in texts they count too.
+    if len(body) > _MAX_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise RequestError(f"the body has more than {_MAX_VALUES} commas and opening brackets, the limit")
     too_deep = f"nests deeper than {_MAX_DEPTH} levels"
     try:
         value = load_json(body, _MAX_BODY_DEPTH)
@@ -169,7 +174,10 @@ def _content(
             if role not in ("user", "tool"):
                 raise part.refuse("type", f"{kind} is not allowed in a message of role {role}")
             if len(media) >= limits.max_media_items:
-                raise part.refuse("type", f"more than {limits.max_media_items} media items in one request")
+                most = limits.max_media_items
+                raise part.refuse(
+                    "type", f"media item {len(media) + 1} of the request, at most {most} are allowed"
+                )
             item = parse_media_part(part, kind, limits)
             media.append(item)
             parts.append({"type": item.modality})

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from transom.errors import CancelledRequestError, MediaError, StageLostError, TransomError, from_info
 from transom.gateway.fleet import StageName
-from transom.messages import Abort, EncodeDone, PromptStats, RequestFailed, TokenChunk
+from transom.gateway.media_totals import MediaTotals
+from transom.messages import Abort, EncodeDone, ItemSize, PromptStats, RequestFailed, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ class LiveRequest:
     timings_ms: dict[str, float] = field(default_factory=dict)
     # Called when more output waits than the limit; says whether a client that doesn't read was the reason.
     unread_limit_bytes: int = 0
-    visual_limit: int = 0  # tokens of all images and videos; 0: none
-    media_params: Sequence[str] = ()  # where the client wrote each item
+    totals: MediaTotals | None = None
     hang_up: Callable[[], bool] | None = None
     _unread_bytes: int = 0
     _next_index: int = 0
@@ -79,7 +79,8 @@ class LiveRequest:
         self._parked[chunk.index] = chunk
         if chunk.prompt is not None:
             self.stats = chunk.prompt
-            self._bound_visual(chunk.prompt.image_tokens + chunk.prompt.video_tokens, "messages")
+            visual_tokens = chunk.prompt.image_tokens + chunk.prompt.video_tokens
+            self._count(lambda totals: totals.note_prompt(visual_tokens))
         self.timings_ms.update(chunk.timings_ms)
         while (ready := self._parked.pop(self._next_index, None)) is not None:
             self._ordered.append(ready)
@@ -113,18 +114,20 @@ class LiveRequest:
         if work is not None:
             self._uncount(work)
             self.encode_done[message.item_index] = message
-            seen = [one for one in self.encode_done.values() if one.modality != "audio"]
-            if message.modality != "audio" and message.item_index < len(self.media_params):
-                param = self.media_params[message.item_index]
-                self._bound_visual(sum(one.media_tokens - one.audio_tokens for one in seen), param)
+            self._count(lambda totals: totals.note_done(message))
 
-    def _bound_visual(self, tokens: int, param: str) -> None:
-        """Fail when there are too many; `param` is what brought the last of them."""
-        if self.visual_limit and tokens > self.visual_limit:
-            text = (
-                f"{param}: with this {tokens} visual tokens, at most {self.visual_limit} are allowed in all"
-            )
-            self.fail(MediaError(text, param=param))
+    def on_item_size(self, message: ItemSize) -> None:
+        """Take note of how large an item is; most come before anything is decoded."""
+        if message.item_index in self.encoders and message.item_index not in self.encode_done:
+            self._count(lambda totals: totals.note(message.item_index, message.size))
+
+    def _count(self, note: Callable[[MediaTotals], None]) -> None:
+        """Fail when all items together are too much."""
+        if self.totals is not None:
+            try:
+                note(self.totals)
+            except MediaError as error:
+                self.fail(error)
 
     def on_failed(self, message: RequestFailed) -> None:
         """End the request with a worker's error."""
@@ -197,6 +200,9 @@ class Routed(Protocol):
 
     def on_encode_done(self, message: EncodeDone) -> None:
         """Take note that an item is encoded."""
+
+    def on_item_size(self, message: ItemSize) -> None:
+        """Take note of how large an item is."""
 
     def on_failed(self, message: RequestFailed) -> None:
         """End with a worker's error."""

@@ -33,7 +33,7 @@ from transom.gateway.requests import LiveRequest, RequestTable
 from transom.gateway.telemetry import make_telemetry
 from transom.gateway.trace import TraceBook
 from transom.grammar import GrammarCompiler, grammar_tokenizer
-from transom.messages import EmbeddingChunk, EncodeDone, Join, Pong, RequestFailed, TokenChunk
+from transom.messages import EmbeddingChunk, EncodeDone, ItemSize, Join, Pong, RequestFailed, TokenChunk
 from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _SENDERS: dict[type, tuple[StageName, ...]] = {
     EncodeDone: ("encoder",),
+    ItemSize: ("encoder",),
     EmbeddingChunk: ("encoder",),
     TokenChunk: ("prefill", "decode"),
     RequestFailed: STAGES,
@@ -123,7 +124,7 @@ class GatewayStage(Stage):
             else:
                 logger.warning("%s announces itself; see --accept-encoders", received.peer)
             return
-        if not isinstance(message, (TokenChunk, EncodeDone, EmbeddingChunk, RequestFailed)):
+        if not isinstance(message, (TokenChunk, ItemSize, EncodeDone, EmbeddingChunk, RequestFailed)):
             logger.warning("%s from %s is not for a gateway", type(message).__name__, received.peer)
             return
         live = self._table.find(message.request_id)
@@ -135,6 +136,8 @@ class GatewayStage(Stage):
             logger.warning("%s from %s, which has no part in it", type(message).__name__, received.peer)
         elif isinstance(message, EncodeDone):
             live.on_encode_done(message)
+        elif isinstance(message, ItemSize):
+            live.on_item_size(message)
         elif isinstance(message, RequestFailed):
             live.on_failed(message)
         elif isinstance(message, TokenChunk) and isinstance(live, LiveRequest):

@@ -53,6 +53,9 @@ class StageConfig:
     advertise: str = setting("", "inbox address that peers should use, if not the bound one", metavar="ADDR")
     http_host: str = setting("127.0.0.1", "host of the HTTP listener (health; the API on the gateway)")
     http_port: int = setting(0, "port of the HTTP listener; 0: any free one", ge=0, le=65535)
+    head_timeout_s: float = setting(
+        60.0, "time an HTTP client may take over the head of a request", ge=0.1, le=3600
+    )
     curve_key_file: str = setting(
         "", "fleet key file (`transom keys`); required off loopback", metavar="FILE"
     )

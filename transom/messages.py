@@ -16,7 +16,8 @@ from transom.errors import ErrorInfo, ProtocolError
 # Raise it whenever a process of the version before would go wrong with what this one sends: it skips fields
 # that it doesn't know, so a new one is compatible only if doing without it is right (a figure, a hint). A
 # field that changes what is computed, a new message, a changed meaning are not. 2: grammars and min_tokens.
-PROTOCOL_VERSION = 2
+# 3: sizes of media items.
+PROTOCOL_VERSION = 3
 MAX_HEADER_BYTES = 32 * 1024 * 1024
 MAX_FRAMES = 4096
 
@@ -163,6 +164,23 @@ class EmbeddingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="embedding_c
     rows: TensorMeta
 
 
+class MediaSize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What counts of a media item against the limits of a request. What is not there, or not known, is 0."""
+
+    pixels: int = 0  # of a picture, or of one frame of a video
+    video_s: float = 0.0
+    audio_s: float = 0.0  # of a sound, or of the sound track of a video
+    visual_tokens: int = 0
+
+
+class ItemSize(msgspec.Struct, frozen=True, kw_only=True, tag="item_size"):
+    """encoder -> gateway: the size of an item, as soon as its header is read; again whenever it grows."""
+
+    request_id: str
+    item_index: int
+    size: MediaSize
+
+
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="encode_done"):
     """encoder -> gateway: the last chunk of an item has been handed to the transport."""
 
@@ -176,6 +194,7 @@ class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="encode_done"):
     notes: tuple[str, ...] = ()  # e.g. "truncated: 37 of 120 frames decoded"
     timings_ms: dict[str, float] = {}
     spans: tuple[tuple[str, float, float], ...] = ()  # stage, start in ms since the job came, duration in ms
+    size: MediaSize = MediaSize()
 
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_job"):
@@ -303,6 +322,7 @@ Message = (
     | Join
     | EncodeJob
     | EmbeddingChunk
+    | ItemSize
     | EncodeDone
     | PrefillJob
     | KVReserve

@@ -5,7 +5,7 @@ Decode worker. Any container that FFmpeg reads; memory is bounded by one piece. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from transom.encoder.media.container import audio_stream, duration_s, only, open
 from transom.encoder.media.wav_header import wav_length_s
 from transom.encoder.media.wire import AudioJob
 from transom.errors import MediaError
+from transom.messages import MediaSize
 
 Samples = NDArray[np.float32]
 # Files of floats may hold anything; a power spectrum of this is finite in float32.
@@ -185,8 +186,15 @@ class _Parts:
         return np.concatenate(self._parts)
 
 
-def decode_audio(data: memoryview, job: AudioJob, notes: list[str]) -> Iterator[tuple[Samples, bool]]:
+def decode_audio(
+    data: memoryview,
+    job: AudioJob,
+    notes: list[str],
+    on_size: Callable[[MediaSize], None] = lambda _: None,
+) -> Iterator[tuple[Samples, bool]]:
     """Yield the pieces of a sound, see `Track.pieces`; before the last one add to `notes`.
+
+    `on_size` is told its length before anything is decoded, if it is more than a guess.
 
     Raise MediaError when there is no sound, no sample or more of them than allowed.
     """
@@ -197,7 +205,9 @@ def decode_audio(data: memoryview, job: AudioJob, notes: list[str]) -> Iterator[
         claimed_s = duration_s(container, stream)
         if claimed_s is not None and claimed_s > job.max_audio_s:
             raise MediaError(f"audio of {claimed_s:.1f} s, limit {job.max_audio_s:g} s")
-        claimed_s = _claimed_s(container, stream, data)
+        existing_s, claimed_s = claimed_s, _claimed_s(container, stream, data)
+        if claimed_s is not None and existing_s is not None:
+            on_size(MediaSize(audio_s=existing_s))
         track = Track(container, stream, job)
         for samples, last in track.pieces():
             if last:

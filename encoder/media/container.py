@@ -15,6 +15,7 @@ import av.error
 import av.logging
 from av.stream import Discard
 
+from transom.encoder.media.faults import memory_fault
 from transom.encoder.media.sniff import describe, is_no_clip
 from transom.errors import MediaError
 
@@ -87,7 +88,7 @@ def open_container(data: memoryview, what: str) -> Iterator[Any]:
             metadata_errors="replace",
         )
     except MemoryError:
-        raise MediaError(f"{what} needs more memory to decode than a decoder may use") from None
+        raise MediaError(memory_fault(what)) from None
     except (av.error.FFmpegError, ValueError, OSError) as error:
         found = describe(data)
         if is_no_clip(found):

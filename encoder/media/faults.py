@@ -6,6 +6,7 @@ Decode worker. Pure; the words of libraries name their classes, files and addres
 from __future__ import annotations
 
 import re
+import resource
 import struct
 import zlib
 
@@ -21,6 +22,13 @@ _VARIANT = re.compile(
     r"|cannot (load this image|decode|handle)|no codec|must be (1|2|4|8)",
     re.I,
 )
+
+
+def memory_fault(what: str) -> str:
+    """Return the words for media whose decoding ran out of memory in this process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    bound = "there is" if limit == resource.RLIM_INFINITY else f"{limit // 2**20} MB, the limit of a decoder"
+    return f"{what} needs more memory to decode than {bound}"
 
 
 def picture_fault(error: Exception) -> str:

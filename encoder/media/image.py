@@ -9,7 +9,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,11 +18,12 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from transom.encoder.media.faults import PICTURE_ERRORS, picture_fault
+from transom.encoder.media.faults import PICTURE_ERRORS, memory_fault, picture_fault
 from transom.encoder.media.sniff import describe_unreadable_picture
 from transom.encoder.media.wire import ImageJob
 from transom.errors import MediaError
 from transom.kernels.smart_resize import UnusableSizeError, smart_resize
+from transom.messages import MediaSize
 
 Pixels = NDArray[np.uint8]
 
@@ -88,14 +89,19 @@ def _as_media_error(job: ImageJob) -> Iterator[None]:
         size = claimed[0] if claimed else "too many pixels"
         raise MediaError(f"image of {size}, limit {job.max_image_pixels}") from None
     except MemoryError:
-        raise MediaError("image needs more memory to decode than a decoder may use") from None
+        raise MediaError(memory_fault("image")) from None
     except PICTURE_ERRORS as error:
         logger.info("a picture can't be decoded: %r", error)
         raise MediaError(f"image can't be decoded: {picture_fault(error)}") from None
 
 
-def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
-    """Decode a picture upright and opaque; raise MediaError when it can't be, with the reason."""
+def decode_image(
+    data: memoryview, job: ImageJob, on_size: Callable[[MediaSize], None] = lambda _: None
+) -> DecodedImage:
+    """Decode a picture upright and opaque; raise MediaError when it can't be, with the reason.
+
+    `on_size` is told its size before anything is decoded.
+    """
     if not len(data):
         raise MediaError("image is empty (0 bytes)")
     # Also guards pictures inside of pictures. Pillow refuses above twice this, its warning is not needed.
@@ -109,14 +115,18 @@ def decode_image(data: memoryview, job: ImageJob) -> DecodedImage:
                 found = describe_unreadable_picture(data, reads_heic="HEIF" in FORMATS)
                 kind = "can't be decoded" if found.startswith("a damaged") else "format is not supported"
                 raise MediaError(f"image {kind}: the bytes look like {found}") from None
-            return _decode(image, data, job)
+            return _decode(image, data, job, on_size)
 
 
-def _decode(image: Image.Image, data: memoryview, job: ImageJob) -> DecodedImage:
+def _decode(
+    image: Image.Image, data: memoryview, job: ImageJob, on_size: Callable[[MediaSize], None]
+) -> DecodedImage:
     width, height = image.size
     if width * height > job.max_image_pixels:
         raise MediaError(f"image of {width}x{height} = {width * height} pixels, limit {job.max_image_pixels}")
     stored_target = target_size(height, width, job)
+    tokens = stored_target[0] * stored_target[1] // job.factor**2
+    on_size(MediaSize(pixels=width * height, visual_tokens=tokens))
     if image.format == "PNG":
         # Asking a PNG for its EXIF loads it, and a second load would not tell what the first one met.
         image.load()

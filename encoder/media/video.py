@@ -23,6 +23,7 @@ from transom.encoder.media.sampling import SamplePlan, sample_frames
 from transom.encoder.media.wire import ClipHead, SliceJob, VideoJob
 from transom.errors import MediaError
 from transom.kernels.smart_resize import UnusableSizeError, smart_resize, video_max_pixels
+from transom.messages import MediaSize
 
 Pixels = NDArray[np.uint8]
 # What is missing at the end before a clip counts as cut off: containers claim roughly.
@@ -46,6 +47,7 @@ def plan_clip(data: memoryview, job: VideoJob) -> ClipHead:
         size = _upright_size(frame)
         can_jump = timed and len(index.keyframes) > 1 and _can_jump(reader, index)
     target = target_size(*size, len(sampled.indices), job)
+    sound_s = _sound_s(data) if job.sound is not None else None
     goals = [index.pts[number] for number in sampled.indices] if timed else list(sampled.indices)
     # Without a way to jump all frames are reached from the first keyframe.
     keyframes = index.keyframes if can_jump else index.keyframes[:1] if timed else (0,)
@@ -59,8 +61,14 @@ def plan_clip(data: memoryview, job: VideoJob) -> ClipHead:
         timed=timed,
         can_jump=can_jump,
         frame_ticks=index.frame_ticks,
-        has_sound=job.sound is not None and _has_samples(data),
+        has_sound=sound_s is not None,
         notes=(note,) if note else (),
+        size=MediaSize(
+            pixels=size[0] * size[1],
+            video_s=_length_s(index),
+            audio_s=sound_s or 0.0,
+            visual_tokens=_tokens(target, len(sampled.indices), job),
+        ),
     )
 
 
@@ -115,23 +123,37 @@ def _sampled(index: FrameIndex, job: VideoJob) -> SamplePlan:
     )
 
 
-def _has_samples(data: memoryview) -> bool:
-    """Whether the clip has a sound track of which at least something can be decoded."""
+def _length_s(index: FrameIndex) -> float:
+    """Return how long the frames that exist last; the last one as long as all do on average."""
+    span_s = max(index.times_s[-1] - index.times_s[0], 0.0)
+    return span_s * index.count / max(1, index.count - 1)
+
+
+def _sound_s(data: memoryview) -> float | None:
+    """Return the length that the clip's sound track claims, 0 if it claims none.
+
+    None: there is no track of which at least something can be decoded.
+    """
     with open_container(data, "video") as container:
         stream = audio_stream(container)
         if stream is None:
-            return False
+            return None
+        claimed_s = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
         only(container, stream)
         try:
             for packet in container.demux(stream):
                 try:
                     if any(frame.samples for frame in packet.decode()):
-                        return True
+                        return max(claimed_s, 0.0)
                 except (av.error.InvalidDataError, av.error.PatchWelcomeError):
                     continue
         except av.error.FFmpegError:
             pass
-    return False
+    return None
+
+
+def _tokens(target: tuple[int, int], frames: int, job: VideoJob) -> int:
+    return -(-frames // job.temporal_patch) * target[0] * target[1] // job.factor**2
 
 
 def target_size(height: int, width: int, frames: int, job: VideoJob) -> tuple[int, int]:
@@ -154,8 +176,7 @@ def target_size(height: int, width: int, frames: int, job: VideoJob) -> tuple[in
         )
     except UnusableSizeError as error:
         raise MediaError(f"video of {width}x{height} pixels can't be used: {error}") from None
-    units = -(-frames // job.temporal_patch)
-    tokens = units * target[0] * target[1] // job.factor**2
+    tokens = _tokens(target, frames, job)
     if tokens > job.max_tokens:
         raise MediaError(f"video costs {tokens} tokens, limit {job.max_tokens}")
     return target

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom.errors import MediaError
+from transom.messages import MediaSize
 
 # A plan of 3,600 frames takes 90 KB; the kernel's default buffers take no more than this.
 MAX_MESSAGE_BYTES = 160 * 1024
@@ -22,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class ImageJob(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
-    """Decode one picture; fd: the file. Answered by one Picture."""
+    """Decode one picture; fd: the file. Answered by Measured and one Picture."""
 
     factor: int
     min_pixels: int
@@ -37,7 +38,7 @@ class ImageJob(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
 
 
 class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio"):
-    """Decode one sound; fd: the file. Answered by Sounds, the last of them marked."""
+    """Decode one sound; fd: the file. Answered by Measured and Sounds, the last of them marked."""
 
     sampling_rate: int
     piece_samples: int
@@ -125,6 +126,12 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Nobody wants the rest of the job."""
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """What the header of a picture or sound says of its size; comes before anything is decoded."""
+
+    size: MediaSize
+
+
 class Picture(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
     """fd: uint8 (height, width, 3); `target` is the (height, width) to resize to."""
 
@@ -146,6 +153,7 @@ class ClipHead(msgspec.Struct, frozen=True, kw_only=True, tag="clip"):
     frame_ticks: int
     has_sound: bool
     notes: tuple[str, ...]
+    size: MediaSize
 
 
 class FrameUnit(msgspec.Struct, frozen=True, kw_only=True, tag="unit"):
@@ -178,7 +186,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 Job = ImageJob | AudioJob | VideoJob | SliceJob | TrackJob
 Request = Job | Ack | Stop | Forget
-Reply = Picture | ClipHead | FrameUnit | Sound | Finished | Failed
+Reply = Measured | Picture | ClipHead | FrameUnit | Sound | Finished | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

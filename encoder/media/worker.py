@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from transom.encoder.media import wire
 from transom.encoder.media.audio import decode_audio
+from transom.encoder.media.faults import memory_fault
 from transom.encoder.media.image import decode_image
 from transom.encoder.media.session import Sessions
 from transom.encoder.media.video import plan_clip
 from transom.errors import MediaError
 from transom.log import setup_logging
+from transom.messages import MediaSize
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,10 @@ class _Link:
                 self.sessions.forget(request.clip)
             elif not isinstance(request, wire.Stop):
                 return request, fd
+
+    def send_size(self, size: MediaSize) -> None:
+        """Send the size of the item that is about to be decoded."""
+        wire.send(self.sock, wire.Measured(size=size))
 
     def send_part(self, reply: wire.Reply, values: NDArray[Any]) -> None:
         """Send one part; wait while too many are under way; raise _Stopped when told to stop."""
@@ -91,7 +97,7 @@ class _Link:
 
 
 def _run_image(link: _Link, job: wire.ImageJob, data: memoryview) -> tuple[str, ...]:
-    image = decode_image(data, job)
+    image = decode_image(data, job, link.send_size)
     height, width = image.pixels.shape[:2]
     link.send_part(wire.Picture(height=height, width=width, target=image.target), image.pixels)
     return ()
@@ -99,7 +105,7 @@ def _run_image(link: _Link, job: wire.ImageJob, data: memoryview) -> tuple[str, 
 
 def _run_audio(link: _Link, job: wire.AudioJob, data: memoryview) -> tuple[str, ...]:
     notes: list[str] = []
-    for samples, last in decode_audio(data, job, notes):
+    for samples, last in decode_audio(data, job, notes, link.send_size):
         link.send_part(wire.Sound(samples=len(samples), last=last), samples)
     return tuple(notes)
 
@@ -159,7 +165,7 @@ def serve(sock: socket.socket) -> None:
         except MediaError as error:
             reply = wire.Failed(message=error.message)
         except MemoryError:
-            reply = wire.Failed(message="media needs more memory to decode than a decoder may use")
+            reply = wire.Failed(message=memory_fault("media"))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
         except Exception:

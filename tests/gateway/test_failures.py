@@ -253,6 +253,31 @@ async def test_an_error_inside_a_stream_is_an_event(fleet: ScriptedFleet, client
     await until_idle(fleet)
 
 
+@pytest.mark.parametrize("end", ["deadline", "loss"])
+async def test_a_stream_that_breaks_off_tells_its_usage_first(start_fleet: FleetFactory, end: str) -> None:
+    fleet = await start_fleet(request_timeout_s=0.6 if end == "deadline" else 60)
+    # The first token of each choice comes from prefill, then decode holds.
+    fleet.script = Script(hold=asyncio.Event())
+    body = WITH_IMAGE | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
+    ):
+        if end == "loss":
+            await fleet.decodes[0].wait_for(KVHandoff, 2)
+            fleet.decodes[0].incarnation = "second"
+        events = [
+            line.removeprefix(b"data: ") async for line in response.content if line.startswith(b"data: ")
+        ]
+    usage, error = (json.loads(one) for one in events[-3:-1])
+    assert events[-1].strip() == b"[DONE]"
+    assert error["error"]["code"] == ("deadline_exceeded" if end == "deadline" else "stage_lost")
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 2
+    assert usage["usage"]["prompt_tokens_details"]["image_tokens"] == ROWS  # of one prompt
+    await until_idle(fleet)
+
+
 async def test_a_quiet_stream_is_kept_alive(start_fleet: FleetFactory) -> None:
     fleet = await start_fleet(keepalive_s=0.05)
     hold = asyncio.Event()

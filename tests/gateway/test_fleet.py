@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from transom.errors import ErrorInfo, MediaError, OverloadedError, StageLostError, UnavailableError
 from transom.gateway.exchange import Attachment, Dispatcher, Plan, spread_seed
 from transom.gateway.fleet import Fleet, StageName
+from transom.gateway.media_totals import MediaLimits, MediaTotals
 from transom.gateway.prompt import Prompt
 from transom.gateway.requests import LiveRequest, RequestTable, Work
 from transom.gateway.router import Candidate, choose
@@ -21,7 +22,9 @@ from transom.gateway.schema import MediaItem
 from transom.messages import (
     Abort,
     EncodeDone,
+    ItemSize,
     Join,
+    MediaSize,
     Message,
     Modality,
     Ping,
@@ -233,12 +236,65 @@ def chunk(index: int, count: int = 1, **more: Any) -> TokenChunk:
     return TokenChunk(request_id="r", index=index, token_ids=list(range(index, index + count)), **more)
 
 
+LIMITS = MediaLimits(pixels=1000, video_s=60.0, audio_s=90.0, visual_tokens=100)
+PARAMS = ("first", "second", "third")
+
+
+def with_items(limits: MediaLimits = LIMITS) -> LiveRequest:
+    request = live([], [])
+    request.encoders = {number: Work(f"e{number}", "encoder", 5) for number in range(3)}
+    request.totals = MediaTotals(limits, PARAMS)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        (({"pixels": 500}, {"pixels": 500}, {"pixels": 1}), "1001 pixels, at most 1000"),
+        (({"video_s": 20.0}, {"video_s": 40.0}, {"video_s": 1.0}), "60.5 s of video, at most 60"),
+        (({"audio_s": 40.0}, {"audio_s": 50.0}, {"audio_s": 2.0}), "91 s of sound, at most 90"),
+        (
+            ({"visual_tokens": 99}, {"visual_tokens": 1}, {"visual_tokens": 1}),
+            "101 visual tokens, at most 100",
+        ),
+    ],
+)
+def test_the_item_that_passes_a_limit_of_the_request_is_named(
+    sizes: tuple[dict[str, Any], ...], problem: str
+) -> None:
+    """It is known from headers alone; what an item turns out to have later takes the place of its claim."""
+    request = with_items()
+    for number, size in enumerate(sizes):
+        assert not request.has_news()
+        for claimed in ({name: value / 2 for name, value in size.items() if name.endswith("_s")}, size):
+            message = ItemSize(request_id="r", item_index=number, size=MediaSize(**claimed))
+            request.on_item_size(message)
+    with pytest.raises(MediaError) as refused:
+        request.take()
+    assert refused.value.message == f"third: with this {problem} are allowed in all"
+    assert refused.value.param == "third"
+
+
+def test_what_came_of_an_item_counts_instead_of_its_claim() -> None:
+    """A late claim changes nothing, and one about an item that the request does not have is no item."""
+    request = with_items()
+    large = MediaSize(visual_tokens=100)
+    request.on_item_size(ItemSize(request_id="r", item_index=0, size=large))
+    for number, size in ((0, large), (1, MediaSize())):
+        done = EncodeDone(request_id="r", item_index=number, modality="image", content_key="k",
+                          media_tokens=50, size=size)  # fmt: skip
+        request.on_encode_done(done)
+    for number in (0, 7):
+        request.on_item_size(ItemSize(request_id="r", item_index=number, size=large))
+    assert not request.has_news()
+    request.on_item_size(ItemSize(request_id="r", item_index=2, size=MediaSize(visual_tokens=1)))
+    assert request.has_news()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_the_item_that_passes_the_visual_limit_is_named(order: tuple[int, ...]) -> None:
     """A video's sound and a sound count for nothing."""
-    request = live([], [])
-    request.encoders = {number: Work(f"e{number}", "encoder", 5) for number in range(3)}
-    request.visual_limit, request.media_params = 100, ("first", "second", "third")
+    request = with_items()
     kinds: list[tuple[Modality, int, int]] = [("image", 60, 0), ("audio", 500, 500), ("video", 90, 49)]
     for number in order:
         modality, tokens, sound = kinds[number]

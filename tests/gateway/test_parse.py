@@ -116,7 +116,7 @@ CASES: list[tuple[Any, str | None, str]] = [
     (
         body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}] * 4}]),
         "messages[0].content[3].type",
-        "more than 3 media items",
+        "media item 4 of the request, at most 3 are allowed",
     ),
     (body(n=0), "n", "at least 1"),
     (body(n=10**30), "n", "at most 4"),

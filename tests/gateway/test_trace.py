@@ -88,6 +88,10 @@ async def test_a_running_request_is_seen_and_ends_by_the_client_leaving(fleet: S
                 await asyncio.sleep(0.01)
                 _, found = await trace(http, fleet, id)
     assert (found["status"], found["error"]) == (499, "cancelled")
+    # What had come by then was used all the same.
+    usage = found["usage"]
+    assert (usage["completion_tokens"], usage["prompt_tokens_details"]["image_tokens"]) == (1, ROWS)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 1
 
 
 async def test_failed_requests_have_a_trace_too(fleet: ScriptedFleet) -> None:

@@ -27,7 +27,9 @@ from transom.messages import (
     EmbeddingChunk,
     EncodeDone,
     EncodeJob,
+    ItemSize,
     MediaOptions,
+    MediaSize,
     Modality,
     RequestFailed,
 )
@@ -45,6 +47,7 @@ class Result:
     done: EncodeDone | None = None
     error: ErrorInfo | None = None
     failures: int = 0
+    sizes: list[tuple[int, MediaSize]] = field(default_factory=list)  # chunks that had come, size
     pads: tuple[int, ...] = ()
     first: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +92,9 @@ class Client:
                 assert sum(token in message.pad_ids for token in message.token_ids) == len(rows)
                 result.rows.append(rows)
                 result.first.set()
+            elif isinstance(message, ItemSize):
+                result = self.results[message.request_id, message.item_index]
+                result.sizes.append((result.chunks, message.size))
             elif isinstance(message, EncodeDone):
                 result = self.results[message.request_id, message.item_index]
                 result.done = message

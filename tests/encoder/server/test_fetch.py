@@ -193,6 +193,19 @@ async def test_a_good_url_gives_its_bytes(origin: Origin) -> None:
     assert origin.hits == ["/a.png"]
 
 
+async def test_no_proxy_of_the_environment_is_asked(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would connect to what was judged here, by a name that it resolves anew."""
+    proxy = Origin()
+    runner = await proxy.start()
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy.base)
+        monkeypatch.setenv(name.upper(), proxy.base)
+    monkeypatch.setenv("no_proxy", "")
+    assert await fetched(f"{origin.base}/a.png") == BODY
+    assert (origin.hits, proxy.hits) == (["/a.png"], [])
+    await runner.cleanup()
+
+
 async def test_redirects_are_followed_as_far_as_allowed(origin: Origin) -> None:
     async def hop(request: web.Request) -> web.Response:
         left = int(request.path[1:])

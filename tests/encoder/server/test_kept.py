@@ -76,7 +76,7 @@ async def test_what_one_kept_another_sends_again(scope: str) -> None:
     await two.replay(again, lease)
     assert again.complete
     assert (source.cache_hit, again.cache_hit) == (False, True)
-    assert again.notes == source.notes
+    assert (again.notes, again.size) == (source.notes, source.size)
     assert (again.media_tokens, again.audio_tokens) == (source.media_tokens, source.audio_tokens)
     for was, now in zip(source.chunks, again.chunks, strict=True):
         assert was is not None

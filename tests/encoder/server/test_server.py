@@ -137,6 +137,45 @@ async def test_a_clips_sound_follows_its_units(client: Any, expander: Expander, 
     assert result.done.content_key != mute.done.content_key
 
 
+async def test_sizes_are_told_before_anything_is_encoded_and_kept_with_it(
+    client: Any, make_picture: Make, make_clip: Make, make_sound: Make
+) -> None:
+    # In order: what is told first, and what stands at the end. AAC pads its end.
+    items = {
+        "image": (make_picture(900, 121, 93), {"pixels": 121 * 93}, {"pixels": 121 * 93}),
+        "audio": (make_sound(3.0, hertz=333.0), {"audio_s": 3.0}, {"audio_s": 3.0}),
+        "video": (make_clip(43, hertz=333.0), {"pixels": 160 * 96, "video_s": 4.3},
+                  {"pixels": 160 * 96, "video_s": 4.3, "audio_s": 4.3}),
+    }  # fmt: skip
+    for kind, (data, first, last) in items.items():
+        for turn in ("fresh", "kept"):
+            result = client.send(f"{turn}-size-{kind}", kind, data)
+            await client.wait(result)
+            done = result.done
+            assert done.cache_hit == (turn == "kept")
+            assert {name: getattr(done.size, name) for name in last} == pytest.approx(last, abs=0.1)
+            assert done.size.visual_tokens == (
+                0 if kind == "audio" else done.media_tokens - done.audio_tokens
+            )
+            if turn == "fresh":
+                chunks, size = result.sizes[0]
+                assert chunks == 0
+                assert {name: getattr(size, name) for name in first} == pytest.approx(first, abs=0.001)
+                assert result.sizes[-1][1] == done.size
+
+
+async def test_a_sound_that_claims_no_length_is_measured_as_it_is_decoded(
+    client: Any, make_sound: Make
+) -> None:
+    piped = bytearray(make_sound(130.0, hertz=441.0, rate=8000))
+    piped[4:8] = piped[40:44] = b"\xff\xff\xff\xff"  # as written to a pipe
+    result = client.send("size-piped", "audio", bytes(piped))
+    await client.wait(result)
+    grown = [size.audio_s for _, size in result.sizes]
+    assert grown == pytest.approx([60, 120, 130], abs=0.01)
+    assert result.done.size.audio_s == grown[-1]
+
+
 async def test_company_changes_nothing_but_rounding(client: Any, make_picture: Make) -> None:
     pictures = [make_picture(100 + seed, 90 + 40 * (seed % 4), 60 + 30 * (seed % 3)) for seed in range(16)]
     together = [client.send(f"batch-{n}", "image", data) for n, data in enumerate(pictures)]
