@@ -70,7 +70,7 @@ async def read_body(
         raise UnsupportedMediaTypeError(
             f"content type {request.content_type[:100]!r}, application/json is needed"
         )
-    encoding = _encoding(request.headers.get("Content-Encoding", ""))
+    encoding = _encoding(", ".join(request.headers.getall("Content-Encoding", ())))
     declared = request.content_length
     if declared is not None and declared > limit_bytes:
         raise PayloadTooLargeError(f"body of {declared} bytes, at most {limit_bytes} are allowed")

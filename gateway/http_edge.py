@@ -71,7 +71,7 @@ def middlewares(keys: ApiKeys, quotas: Quotas, cors_origins: tuple[str, ...]) ->
     @web.middleware
     async def cors(request: web.Request, handler: Handler) -> web.StreamResponse:
         origin = request.headers.get("Origin")
-        allowed = origin is not None and ("*" in cors_origins or origin in cors_origins)
+        allowed = origin is not None and _is_allowed(origin, cors_origins)
         preflight = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
         if not allowed:
             return await handler(request)
@@ -130,8 +130,11 @@ def limit_headers(request: web.Request, quotas: Quotas) -> dict[str, str]:
 
 
 def _shown(request: web.Request) -> str:
-    """Return the path as it was sent: decoded, it could hold line breaks and forge log lines."""
-    return request.raw_path[:200]
+    """Return the path as it was sent: decoded, it could hold line breaks and forge log lines.
+
+    Bytes that are no ASCII, which no client should send, are shown as escapes: JSON can't hold them.
+    """
+    return request.raw_path[:200].encode("ascii", "backslashreplace").decode()
 
 
 def _plain_info(request: web.Request, error: web.HTTPException) -> ErrorInfo:
@@ -144,10 +147,15 @@ def _plain_info(request: web.Request, error: web.HTTPException) -> ErrorInfo:
     )
 
 
+def _is_allowed(origin: str, cors_origins: tuple[str, ...]) -> bool:
+    """Whether pages of an origin may call. What is sent back to it must be fit for a header."""
+    return ("*" in cors_origins and origin.isascii()) or origin in cors_origins
+
+
 def cors_headers(request: web.Request, cors_origins: tuple[str, ...]) -> dict[str, str]:
     """Return the headers that let a page of an allowed origin read the answer."""
     origin = request.headers.get("Origin")
-    if origin is None or not ("*" in cors_origins or origin in cors_origins):
+    if origin is None or not _is_allowed(origin, cors_origins):
         return {}
     return {
         "Access-Control-Allow-Origin": origin,

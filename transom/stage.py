@@ -24,7 +24,8 @@ from aiohttp import web
 
 from transom.config import StageConfig
 from transom.curve import FleetKey
-from transom.errors import TransomError, UnavailableError
+from transom.errors import TransomError
+from transom.http_listener import HttpListener
 from transom.log import request_id_var, setup_logging
 from transom.messages import Ping, Pong
 from transom.metrics import CONTENT_TYPE, Collector, LoadCollector, StateCollector, expose, make_registry
@@ -120,7 +121,7 @@ class StageRunner:
             self._watch_stdin(loop)
         transport.on_peer_lost = self._peer_lost
         await transport.start()
-        runner = await self._start_http()
+        listener = await self._start_http()
         receiver = asyncio.create_task(self._receive(transport))
         starter = asyncio.create_task(self.stage.start(transport))
         stopper = asyncio.create_task(self._stop.wait())
@@ -129,7 +130,7 @@ class StageRunner:
             if starter.done():
                 await starter
                 self.ready = True
-                self._announce(transport, runner)
+                self._announce(transport, listener)
                 await asyncio.wait({stopper, receiver}, return_when=asyncio.FIRST_COMPLETED)
             else:
                 starter.cancel()
@@ -141,7 +142,7 @@ class StageRunner:
             stopper.cancel()
             await self.stage.close()
             await transport.flush(0.5)
-            await runner.cleanup()
+            await listener.close()
             await transport.close()
 
     async def _drain(self) -> None:
@@ -200,7 +201,7 @@ class StageRunner:
         except Exception:
             logger.exception("handling the loss of %s failed", address)
 
-    async def _start_http(self) -> web.AppRunner:
+    async def _start_http(self) -> HttpListener:
         app = web.Application(**self.stage.app_limits())
         app.add_routes(
             [
@@ -210,19 +211,9 @@ class StageRunner:
                 *self.stage.routes(),
             ]
         )
-        # Whoever reads a body decodes it: the server's own errors are plain text.
-        runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True, auto_decompress=False
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self.config.http_host, self.config.http_port).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise UnavailableError(
-                f"can't listen on {self.config.http_host}:{self.config.http_port}: {error.strerror or error}"
-            ) from None
-        return runner
+        listener = HttpListener(app, head_timeout_s=self.config.head_timeout_s)
+        await listener.start(self.config.http_host, self.config.http_port)
+        return listener
 
     async def _health(self, request: web.Request) -> web.Response:
         body = {
@@ -250,14 +241,13 @@ class StageRunner:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=expose(self._registry), headers={"Content-Type": CONTENT_TYPE})
 
-    def _announce(self, transport: Transport, runner: web.AppRunner) -> None:
+    def _announce(self, transport: Transport, listener: HttpListener) -> None:
         """Print the readiness line: the one JSON object that a stage writes to stdout."""
-        host, port = runner.addresses[0][:2]
         line = {
             "event": "ready",
             "stage": self.stage.name,
             "inbox": transport.address,
-            "http": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            "http": listener.url,
             "pid": os.getpid(),
             "incarnation": self.incarnation,
         }
