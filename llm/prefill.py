@@ -388,6 +388,6 @@ class PrefillStage(LlmStage):
     def peer_lost(self, address: str) -> None:
         for request_id, own in list(self._jobs.items()):
             if own.job.decode == address:
-                self._fail(request_id, StageLostError(f"the decode worker at {address} was lost"))
+                self._fail(request_id, StageLostError("the decode worker of this request was lost"))
             elif own.job.gateway == address:
                 self._forget(request_id, "the gateway was lost")

@@ -15,6 +15,12 @@ import orjson
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
+# Texts of clients and of media servers can be in messages: a line break in one must not begin a record, nor
+# may one command a terminal. JSON itself escapes only those below the blank.
+_JSON_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
+_ESCAPES = {code: f"\\x{code:02x}" for code in range(32)} | _JSON_ESCAPES
+
+
 class _ContextFilter(logging.Filter):
     def __init__(self, stage: str) -> None:
         super().__init__()
@@ -41,7 +47,7 @@ class _JsonFormatter(logging.Formatter):
             line["request_id"] = record.request_id  # type: ignore[attr-defined]
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line).decode()
+        return orjson.dumps(line).decode().translate(_JSON_ESCAPES)
 
 
 class _PlainFormatter(logging.Formatter):
@@ -50,10 +56,11 @@ class _PlainFormatter(logging.Formatter):
         where = f" [{request_id}]" if request_id else ""
         text = (
             f"{time.strftime('%H:%M:%S', time.localtime(record.created))}"
-            f" {record.levelname.lower():7s}{where} {record.getMessage()}"
+            f" {record.levelname.lower():7s}{where} {record.getMessage().translate(_ESCAPES)}"
         )
         if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
+            trace = self.formatException(record.exc_info)
+            text += "".join(f"\n  {line.translate(_ESCAPES)}" for line in trace.splitlines())
         return text
 
 

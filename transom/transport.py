@@ -81,10 +81,11 @@ class _Peer:
 
     def put(self, item: _Outgoing, limit_bytes: int) -> None:
         if self._closed:
-            raise StageLostError(f"connection to {self.address} is closed")
+            raise StageLostError("the connection to another worker is closed")
         if self._queue and self.queued_bytes + item.size_bytes > limit_bytes:
+            logger.info("send queue to %s is full", self.address)
             raise OverloadedError(
-                f"send queue to {self.address} is full ({limit_bytes} bytes)", retry_after_s=1
+                f"the send queue to another worker is full ({limit_bytes} bytes)", retry_after_s=1
             )
         self._queue.append(item)
         self.queued_bytes += item.size_bytes
@@ -95,7 +96,7 @@ class _Peer:
             self._room.clear()
             await self._room.wait()
         if self._closed:
-            raise StageLostError(f"connection to {self.address} was lost")
+            raise StageLostError("the connection to another worker was lost")
 
     async def _drain(self) -> None:
         while True:

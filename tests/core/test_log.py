@@ -36,3 +36,22 @@ def test_what_is_not_http_is_one_line_that_repeats_nothing(
     assert "127.0.0.1 (not HTTP: BadHttpMessage)" in lines[0]
     assert not any("secret" in line or "Authorization" in line for line in lines)
     assert any("ValueError: of our own" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_a_text_from_outside_begins_no_record_of_its_own(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str], json: bool
+) -> None:
+    setup_logging("encoder", json=json)
+    forged = "12:00:00 error   forged"
+    logger = logging.getLogger("transom.encoder")
+    for end in ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1b[2K\x85", "\u2028", "\u2029"):
+        logger.info("item (%s) failed: %s", f"a{end}{forged}", f"b{end}{forged}")
+        try:
+            raise ValueError(f"c{end}{forged}")
+        except ValueError:
+            logger.exception("decoding failed")
+    written = capsys.readouterr().err
+    assert written.count(forged) == 24
+    assert not any(line.startswith(forged) for line in written.splitlines())
+    assert "\x1b" not in written
