@@ -201,3 +201,46 @@ async def test_no_width_scrolls_sideways(page: Page, picture: Path) -> None:
     for width in (320, 390, 768, 1280):
         await page.shape(width, 800, phone=width < 600)
         assert await page.js("document.documentElement.scrollWidth <= innerWidth"), width
+
+
+# Of every element with text of its own: WCAG's ratio of its colour to the first opaque ground behind it.
+_CONTRASTS = """
+(() => {
+  const rgb = (value) => value.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
+  const ground = (node) => {
+    for (let one = node; one; one = one.parentElement) {
+      const found = rgb(getComputedStyle(one).backgroundColor);
+      if (found.length < 4 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  return [...document.querySelectorAll("body *")].filter((node) => node.checkVisibility()
+      && [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()))
+    .map((node) => {
+      const [a, b] = [light(rgb(getComputedStyle(node).color)), light(ground(node))];
+      return [node.textContent.trim().slice(0, 30), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+    });
+})()
+"""
+
+
+async def test_dark_and_light_can_both_be_read(page: Page, picture: Path, fleet: ScriptedFleet) -> None:
+    await page.drop(picture)
+    await ask(page, "What is this?")
+    await answered(page)
+    await page.until("document.querySelector('#timeline .figures')")
+    fleet.script.encode_error = MediaError("no picture").info()
+    await page.drop(picture)
+    await ask(page, "And this?")
+    await page.until("document.querySelector('[role=alert]')")
+    grounds = []
+    for dark in (False, True):
+        await page.shape(1280, 900, dark=dark)
+        found = await page.js(_CONTRASTS)
+        assert len(found) > 20
+        assert [one for one in found if one[1] < 4.5] == []
+        grounds.append(await page.js("getComputedStyle(document.body).backgroundColor"))
+    assert grounds[0] != grounds[1]

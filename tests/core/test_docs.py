@@ -115,3 +115,25 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {name for name in pages if f"({name})" not in index} == set()
+
+
+def threats() -> list[list[str]]:
+    """Return the cells of the threat model's rows."""
+    text = (ROOT / "docs/threat_model.md").read_text(encoding="utf-8").split("## Threats")[1]
+    rows = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def test_every_threat_has_its_defence_and_tests_that_exist() -> None:
+    rows = threats()
+    assert len(rows) > 25
+    for row in rows:
+        assert len(row) == 4, row
+        threat, defence, where, shown = row
+        assert len(defence) > 10, threat
+        assert re.findall(r"`(?:transom|gateway|encoder|llm)/[\w./]*`", where), threat
+        tests = re.findall(r"`(tests/[\w./]+)`", shown)
+        assert tests, f"nothing shows this: {threat}"
+        for path in tests:
+            found = (ROOT / path).read_text(encoding="utf-8")
+            assert re.search(r"^(async )?def test_", found, flags=re.MULTILINE), path
