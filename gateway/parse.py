@@ -30,16 +30,16 @@ from transom.gateway.schema import (
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
 _MAX_BODY_DEPTH = 1000  # beyond it no field is named
-# Two bytes of JSON can become an object of a hundred: a body of this many takes some hundred MB.
-_MAX_VALUES = 4_000_000
+# Two bytes of JSON can become an object of two hundred, and while millions are made nothing else runs. A
+# body at these bounds takes some hundred MB and a third of a second.
+_MAX_OBJECTS = 300_000  # arrays, objects and their fields
+_MAX_VALUES = 3_000_000
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
     """Return the JSON object of a body, a `spec`; refuse NaN, lone surrogates and deep nesting."""
-    # Each value but the first follows one of these; in texts they count too.
-    if len(body) > _MAX_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise RequestError(f"the body has more than {_MAX_VALUES} commas and opening brackets, the limit")
+    _bound_values(body)
     too_deep = f"nests deeper than {_MAX_DEPTH} levels"
     try:
         value = load_json(body, _MAX_BODY_DEPTH)
@@ -52,6 +52,20 @@ def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
         if nests_deeper(item, _MAX_DEPTH - 1):
             raise fields.refuse(name[:200], too_deep)
     return fields
+
+
+def _bound_values(body: bytes) -> None:
+    """Refuse what would be very many values. By the signs that come with each, in texts too."""
+    if len(body) <= 2 * _MAX_OBJECTS:
+        return
+    objects = sum(map(body.count, (b"[", b"{", b'":')))
+    if objects > _MAX_OBJECTS:
+        raise RequestError(
+            f"the body has {objects} opening brackets and names of fields, at most {_MAX_OBJECTS} are allowed"
+        )
+    commas = body.count(b",")
+    if commas > _MAX_VALUES:
+        raise RequestError(f"the body has {commas} commas, at most {_MAX_VALUES} are allowed")
 
 
 def _no_json(body: bytes, error: orjson.JSONDecodeError) -> str:

@@ -18,6 +18,9 @@ from transom.errors import ErrorInfo, UnavailableError
 logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 8190  # of the request line, and of one header
+_MAX_HEADERS = 128
+_IDLE_S = 300.0  # between requests; above what proxies keep an idle connection for
+_GRACE_S = 0.1
 
 
 class _Connection(web.RequestHandler):
@@ -37,12 +40,15 @@ class _Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Read on; a head that has begun must come to its end."""
-        known = self._request_count
         super().data_received(data)
-        if self._request_count != known:
+        if not self._is_idle():
             self._end_timer()
-        elif self._current_request is None and not self._messages and self._head_timer is None:
+        elif self._head_timer is None:
             self._expect_head()
+
+    def _is_idle(self) -> bool:
+        """Whether a request is waited for: none is there, none is being answered."""
+        return self._waiter is not None and not self._waiter.done()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Let go of the timer."""
@@ -50,8 +56,16 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._head_timer = loop.call_later(self._head_timeout_s, self.force_close)
+        self._head_timer = asyncio.get_running_loop().call_later(self._head_timeout_s, self._look_again)
+
+    def _look_again(self) -> None:
+        # Timers come before sockets: after a stall of the loop the head may lie there unread.
+        self._head_timer = asyncio.get_running_loop().call_later(_GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self._is_idle():
+            self.force_close()
 
     def _end_timer(self) -> None:
         if self._head_timer is not None:
@@ -76,7 +90,10 @@ class _Connection(web.RequestHandler):
         if isinstance(exc, LineTooLong):
             text = f"the request line or a header is longer than {_MAX_LINE_BYTES} bytes, the limit"
         elif status < 500:
-            text = "this is not HTTP: the request line, a header or the body's framing is malformed"
+            text = (
+                "this is not HTTP: the request line, a header or the body's framing is malformed,"
+                f" or there are more than {_MAX_HEADERS} headers"
+            )
         else:
             text = "internal error"
         response = _json_error(status, text)
@@ -119,8 +136,10 @@ class HttpListener:
                 head_timeout_s=self._head_timeout_s,
                 loop=loop,
                 access_log=None,
+                keepalive_timeout=_IDLE_S,
                 max_line_size=_MAX_LINE_BYTES,
                 max_field_size=_MAX_LINE_BYTES,
+                max_headers=_MAX_HEADERS,
                 auto_decompress=False,  # whoever reads a body decodes it
             )
 

@@ -7,11 +7,11 @@ import json
 import logging
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ScriptedFleet
+from transom.messages import KVHandoff
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -35,6 +35,7 @@ MALFORMED = {
     "two lengths": POST + LENGTH + b"Content-Length: 4\r\n\r\n" + BODY,
     "length and chunks": POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "unknown transfer encoding": POST + b"Transfer-Encoding: " + SECRET + b"\r\n\r\n",
+    "too many headers": GET + b"".join(b"X-%d: 1\r\n" % number for number in range(140)) + b"\r\n",
     "chunked twice": POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
 }
 TOO_LONG = {
@@ -107,7 +108,13 @@ async def test_a_connection_ends_with_its_first_garbage(fleet: ScriptedFleet) ->
 
 @pytest.mark.parametrize(
     "body",
-    [b"zz\r\n" + SECRET, b'5\r\n{"a"' + SECRET, b"-1\r\n\r\n", b"ffffffffffffffffff\r\n{"],
+    [
+        b"zz\r\n" + SECRET,
+        b'5\r\n{"a"' + SECRET,
+        b"-1\r\n\r\n",
+        b"ffffffffffffffffff\r\n{",
+        b"1\r\n{\r\n0\r\n" + b"".join(b"X-%d: 1\r\n" % number for number in range(5000)),
+    ],
 )
 async def test_a_body_of_broken_chunks_is_an_openai_error(fleet: ScriptedFleet, body: bytes) -> None:
     raw = await exchange(fleet, POST + b"Transfer-Encoding: chunked\r\n\r\n" + body)
@@ -141,15 +148,27 @@ async def test_a_head_that_does_not_come_ends_the_connection(start_fleet: FleetF
         assert await reader.read() == b""
     writer.close()
     await writer.wait_closed()
-    # A connection in use outlives it: the rule is for heads alone.
+
+
+async def test_the_time_of_a_head_is_not_that_of_body_and_answer(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(head_timeout_s=0.2)
     fleet.script.hold = asyncio.Event()
-    async with aiohttp.ClientSession() as session:
-        asking = asyncio.create_task(
-            session.post(
-                f"{fleet.url}/v1/chat/completions", data=BODY, headers={"Content-Type": "application/json"}
-            )
-        )
-        await asyncio.sleep(0.5)  # longer than a head may take
-        fleet.script.hold.set()
-        async with await asking as response:
-            assert response.status == 200
+    host, port = fleet.url.removeprefix("http://").split(":")
+    clients = [await asyncio.open_connection(host, int(port)) for _ in range(40)]
+    head, half = POST + LENGTH + b"Connection: close\r\n\r\n", len(BODY) // 2
+    for number, (_, writer) in enumerate(clients):
+        # Some of the bodies come while the gateway is about to begin with the request.
+        writer.write(head)
+        if number % 2:
+            await asyncio.sleep(0)
+        writer.write(BODY[:half])
+    await asyncio.sleep(0.5)  # longer than a head may take
+    for _, writer in clients:
+        writer.write(BODY[half:])
+    await fleet.decodes[0].wait_for(KVHandoff, len(clients))
+    await asyncio.sleep(0.5)
+    fleet.script.hold.set()
+    async with asyncio.timeout(20):
+        for reader, writer in clients:
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
