@@ -203,6 +203,7 @@ class Clip:
             can_jump=head.can_jump,
             frame_ticks=head.frame_ticks,
             threads=self._job.threads,
+            decoder=self._pipeline.config.video_decoder,
         )
 
     async def _decode(

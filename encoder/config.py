@@ -33,6 +33,10 @@ class EncoderConfig(StageConfig):
         ge=0, le=256,
     )  # fmt: skip
     decode_threads: int = setting(1, "threads of one video decoder", ge=1, le=64)
+    video_decoder: str = setting(
+        "pyav", "what decodes videos; torchcodec needs the extra `video` and FFmpeg's shared libraries",
+        choices=("pyav", "torchcodec"),
+    )  # fmt: skip
     decode_timeout_s: float = setting(60.0, "a decoder silent for so long is killed", ge=0.1, le=3600)
     decode_memory_mb: int = setting(4096, "address space of a decode process; 0: no limit", ge=0, le=1048576)
 

@@ -38,6 +38,7 @@ from transom.encoder.pipeline import Pipeline
 from transom.encoder.ranks.pool import Ranks
 from transom.encoder.revision import model_revision
 from transom.encoder.spans import Timeline
+from transom.encoder.video_decoder import check_video_decoder
 from transom.errors import DeadlineError, MediaError, TransomError, UnavailableError
 from transom.hub import resolve_model
 from transom.log import request_id_var
@@ -118,10 +119,11 @@ class EncoderStage(Stage):
             self._fetches.start(),
             self._pool.start(),
             self._ranks.start(),
+            check_video_decoder(config.video_decoder),
         )
         self._dtype = self._ranks.dtype
         revision = await asyncio.to_thread(
-            model_revision, folder, config.full_decode_pixels, config.reduced_jpeg
+            model_revision, folder, config.full_decode_pixels, config.reduced_jpeg, config.video_decoder
         )
         await self._kept.open(
             f"{config.embedding_cache_scope}/{folder.name}/{revision}/{self._dtype}",

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from transom.encoder.media.audio import Samples, Track, open_track
 from transom.encoder.media.frames import FrameReader
+from transom.encoder.media.torchcodec_frames import TorchcodecReader
 from transom.encoder.media.video import Pixels, decode_slice, open_frames
 from transom.encoder.media.wire import SliceJob, TrackJob
 
@@ -24,7 +25,7 @@ class ClipSession:
     def __init__(self, data: memoryview) -> None:
         self.size_bytes = len(data)
         self._data = data
-        self._frames: FrameReader | None = None
+        self._frames: FrameReader | TorchcodecReader | None = None
         self._open = ExitStack()
         self._track: Track | None = None
         self._pieces: Iterator[tuple[Samples, bool]] | None = None

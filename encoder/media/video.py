@@ -20,6 +20,8 @@ from transom.encoder.media.cutting import cut
 from transom.encoder.media.frame_index import FrameIndex, index_frames
 from transom.encoder.media.frames import FrameReader
 from transom.encoder.media.sampling import SamplePlan, sample_frames
+from transom.encoder.media.torchcodec_frames import TorchcodecReader, is_usable
+from transom.encoder.media.upright import turn_of
 from transom.encoder.media.wire import ClipHead, SliceJob, VideoJob
 from transom.errors import MediaError
 from transom.kernels.smart_resize import UnusableSizeError, smart_resize, video_max_pixels
@@ -44,7 +46,7 @@ def plan_clip(data: memoryview, job: VideoJob) -> ClipHead:
         frame = reader.first()
         if frame is None:
             raise MediaError("video has no frame that can be decoded")
-        size = _upright_size(frame)
+        size = turn_of(frame).size(frame.height, frame.width)
         can_jump = timed and len(index.keyframes) > 1 and _can_jump(reader, index)
     target = target_size(*size, len(sampled.indices), job)
     sound_s = _sound_s(data) if job.sound is not None else None
@@ -184,12 +186,15 @@ def target_size(height: int, width: int, frames: int, job: VideoJob) -> tuple[in
 
 def _to_pixels(frame: Any, height: int, width: int) -> Pixels:
     """Return the upright RGB pixels of a frame, (height, width, 3); scaled where it has another size."""
-    turns = (round(frame.rotation / 90) % 4) if frame.rotation else 0
-    stored = (width, height) if turns % 2 == 0 else (height, width)
+    if isinstance(frame, np.ndarray):
+        return frame
+    turn = turn_of(frame)
+    stored = turn.size(height, width)
+    # One thread: else each frame starts as many as there are cores, which is slower and may fail.
     pixels: Pixels = frame.to_ndarray(
-        format="rgb24", width=stored[0], height=stored[1], interpolation=Interpolation.AREA
+        format="rgb24", height=stored[0], width=stored[1], interpolation=Interpolation.AREA, threads=1
     )
-    return np.rot90(pixels, turns) if turns else pixels
+    return turn.apply(pixels)
 
 
 def _spared(size: tuple[int, int], target: tuple[int, int], job: VideoJob) -> tuple[int, int]:
@@ -200,19 +205,17 @@ def _spared(size: tuple[int, int], target: tuple[int, int], job: VideoJob) -> tu
     return size[0] // spare, size[1] // spare
 
 
-def _upright_size(frame: Any) -> tuple[int, int]:
-    turned = frame.rotation and round(frame.rotation / 90) % 2
-    return (frame.width, frame.height) if turned else (frame.height, frame.width)
-
-
-def open_frames(data: memoryview, job: SliceJob) -> FrameReader:
+def open_frames(data: memoryview, job: SliceJob) -> FrameReader | TorchcodecReader:
     """Return what finds the frames of a clip's slices; the caller closes it."""
-    return FrameReader(
+    reader = FrameReader(
         data, timed=job.timed, can_jump=job.can_jump, frame_ticks=job.frame_ticks, threads=job.threads
     )
+    if job.decoder == "torchcodec" and job.timed and job.can_jump and is_usable(data):
+        return TorchcodecReader(data, job, reader)
+    return reader
 
 
-def decode_slice(reader: FrameReader, job: SliceJob) -> Iterator[tuple[int, Pixels]]:
+def decode_slice(reader: FrameReader | TorchcodecReader, job: SliceJob) -> Iterator[tuple[int, Pixels]]:
     """Yield (position of its first frame among all sampled ones, frames) of the units that exist.
 
     The frames of a unit are (1 to temporal_patch, height, width, 3); a unit none of whose frames can be

@@ -98,6 +98,7 @@ class SliceJob(msgspec.Struct, frozen=True, kw_only=True, tag="slice"):
     can_jump: bool
     frame_ticks: int
     threads: int
+    decoder: str = "pyav"
 
 
 class TrackJob(msgspec.Struct, frozen=True, kw_only=True, tag="track"):

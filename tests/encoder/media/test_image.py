@@ -146,6 +146,16 @@ def test_frames_on_the_way_to_one_are_bounded_by_what_they_draw(
         decode_image(data, image_job(max_image_pixels=2000, frame_index=25))
 
 
+def test_a_jpeg_of_several_pictures_gives_its_first(image_job: Job, make_image: Make) -> None:
+    """MPO: what phones and stereo cameras write as JPEG."""
+    first, second = picture(), Image.new("RGB", (40, 30), (1, 200, 3))
+    data = make_image(first, "MPO", save_all=True, append_images=[second], quality=95)
+    assert Image.open(io.BytesIO(data)).format == "MPO"
+    decoded = decode_image(data, image_job())
+    alone = decode_image(make_image(first, "JPEG", quality=95), image_job())
+    np.testing.assert_array_equal(decoded.pixels, alone.pixels)
+
+
 def test_jpeg_equals_pillow_within_rounding(image_job: Job, make_image: Make) -> None:
     for subsampling in (0, 2):
         data = make_image(picture(333, 211), "JPEG", quality=90, subsampling=subsampling)

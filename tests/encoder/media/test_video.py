@@ -45,6 +45,7 @@ class Decoded:
         order: Callable[[int], Iterable[int]] = lambda count: reversed(range(count)),
         one_session: bool = False,
         slice_units: int = 8,
+        decoder: str = "pyav",
     ) -> None:
         self.head = head = plan_clip(data, job)
         with open_container(data, "video") as container:
@@ -58,7 +59,7 @@ class Decoded:
             run = head.runs[number]
             session = common if one_session else ClipSession(data)
             for begin, stop in slices(len(run.goals), slice_units, job.temporal_patch):
-                sliced = slice_job(head, number, begin, stop, job)
+                sliced = slice_job(head, number, begin, stop, job, decoder)
                 for position, frames in session.units(sliced):
                     assert position not in found
                     found[position] = frames
@@ -74,12 +75,14 @@ class Decoded:
         assert len(listed) == len(head.timestamps)
 
 
-def slice_job(head: ClipHead, number: int, begin: int, stop: int, job: VideoJob) -> SliceJob:
+def slice_job(
+    head: ClipHead, number: int, begin: int, stop: int, job: VideoJob, decoder: str = "pyav"
+) -> SliceJob:
     run = head.runs[number]
     return SliceJob(
         clip=1, first=run.first, goals=run.goals, keys=run.keys, begin=begin, stop=stop, end=run.end,
         height=head.height, width=head.width, temporal_patch=job.temporal_patch, timed=head.timed,
-        can_jump=head.can_jump, frame_ticks=head.frame_ticks, threads=job.threads,
+        can_jump=head.can_jump, frame_ticks=head.frame_ticks, threads=job.threads, decoder=decoder,
     )  # fmt: skip
 
 
