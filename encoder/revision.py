@@ -8,7 +8,7 @@ from transom.media_key import framed_digest
 
 _SAMPLE_BYTES = 64 * 1024
 # Raised when the same bytes with the same settings would give other embeddings than before.
-_PREPROCESSING = 1
+_PREPROCESSING = 2
 
 
 def model_revision(folder: Path, *decoding: object) -> str:
