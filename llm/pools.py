@@ -285,9 +285,12 @@ class DualPools:
         return HostKV(end, end - swa_begin, full_k, full_v, swa_k, swa_v, begin)
 
     def adopt(self, host: HostKV) -> RequestKV:
-        """Bring offloaded KV into the pools. Raise PoolExhaustedError, leaving them unchanged."""
+        """Bring offloaded KV into the pools. Raise PoolExhaustedError, leaving them unchanged.
+
+        Of a hand-over from longer pages come more SWA rows than are kept here: those are left out.
+        """
         kv = RequestKV()
-        self.take_in(kv, host, host.length - host.swa_len)
+        self.take_in(kv, host, max(host.length - host.swa_len, host.length - self.kept + 1))
         return kv
 
     def take_in(self, kv: RequestKV, host: HostKV, swa_begin: int) -> None:

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from transom.hub import resolve_model
 from transom.kernels.native_ops import NativeOps
+from transom.llm.capacity import PoolPlan, answer_margin, swa_live_tokens
+from transom.llm.holdings import Holdings
 from transom.llm.model.fused import fused
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
+from transom.llm.model.registry import read_config
 from transom.llm.policies import POLICIES
-from transom.llm.request import Drop, Extend, Start
+from transom.llm.pools import DualPools
+from transom.llm.request import Drop, Extend, Request, Start
+from transom.llm.runner import Step, pages_of
+from transom.messages import Sampling
 
 Make = Callable[..., Any]
 Check = Callable[..., None]
@@ -110,6 +117,37 @@ def test_swa_slots_of_a_64k_token_request(
     harness.assert_nothing_left()
 
 
+@pytest.mark.parametrize(("page_size", "chunk", "interval"), [(16, 512, 16), (1, 700, 5), (64, 2048, 48)])
+def test_swa_slots_of_64k_tokens_in_nanos_pools(page_size: int, chunk: int, interval: int) -> None:
+    """Nano's layers and real pools, without computing: what a request holds at any time, to the slot."""
+    config = read_config(resolve_model("mimo-nano"))
+    window = max(spec.window or 0 for spec in config.layers)
+    most = swa_live_tokens(window, page_size, interval, chunk)
+    assert most <= window + chunk + 2 * page_size + interval
+    plan = PoolPlan(page_size, 66_000 // page_size + 2, most // page_size + 1, 0, 0)
+    pools = DualPools(config, plan, dtype=torch.bfloat16, device=torch.device("cpu"), clear_pages=False)
+    holdings = Holdings(pools, None, interval)
+    request = Request(
+        "long", Sampling(max_tokens=400), 1e12, 0.0, prompt_ids=[0] * 65_536, prompt_complete=True
+    )
+    holdings.give_first(request)
+    held = []
+    for count in [*[chunk] * (65_536 // chunk), 65_536 % chunk, *[1] * 400]:
+        decoding = request.computed >= 65_536
+        holdings.extend(request, request.computed + count)
+        step = Step(request, request.computed, count, samples=False, decoding=decoding, ahead=False)
+        held.append(holdings.figures()["swa_used_slots"])
+        request.computed += count
+        pages_of(request).length = request.computed
+        holdings.note(step)
+        pools.check_integrity([pages_of(request)])
+    assert most - page_size <= max(held) <= most
+    assert held[-1] < max(held)
+    assert holdings.figures()["full_used_slots"] >= 65_936
+    holdings.forget(request)
+    pools.check_integrity(())
+
+
 def test_prompts_of_all_kinds_in_one_tiny_pool(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
@@ -157,6 +195,34 @@ def test_clients_that_leave_while_retracted_leave_nothing(
         harness.assert_nothing_left()
         if after > 30:
             assert retracted > 0
+
+
+@pytest.mark.parametrize(("long_page", "short_page"), [(16, 3), (8, 1), (3, 16)])
+def test_a_hand_over_between_pages_of_other_lengths_takes_what_was_counted_for_it(
+    model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check, long_page: int, short_page: int
+) -> None:
+    """Prefill keeps a margin of its pages behind the window; decode has room for its own and no more."""
+    margin = answer_margin(short_page)
+    least = swa_live_tokens(pools_window(model) + margin, short_page, 4, 1) // short_page
+    prefill = make_harness(
+        model, page_size=long_page, margin=answer_margin(long_page), cached=True, answers=True
+    )
+    decode = make_harness(model, page_size=short_page, margin=margin, swa=least)
+    decode.prefilled_elsewhere = frozenset({"a", "b"})
+    prompt = prompt_of(44)
+    for name in "ab":
+        prefill.submit(name, prompt, hands_off=True, max_tokens=20)
+        prefill.run()
+        handed = prefill.prefilled[name]
+        decode.submit(name, prompt, output_ids=[handed.first_token], host_kv=handed.host_kv, max_tokens=20)
+    decode.run()
+    for name in "ab":
+        assert_greedy([prefill.tokens[name][0], *decode.tokens[name]], model, prompt, 20)
+    decode.assert_nothing_left()
+
+
+def pools_window(model: MiMoV2ForCausalLM) -> int:
+    return max(spec.window or 0 for spec in model.config.layers)
 
 
 def test_what_was_handed_over_is_a_copy(
