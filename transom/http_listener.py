@@ -59,7 +59,7 @@ class _Connection(web.RequestHandler):
         self._head_timer = asyncio.get_running_loop().call_later(self._head_timeout_s, self._look_again)
 
     def _look_again(self) -> None:
-        # Timers come before sockets: after a stall of the loop the head may lie there unread.
+        # libuv runs timers before it reads sockets: after a stall of the loop the head may lie there unread.
         self._head_timer = asyncio.get_running_loop().call_later(_GRACE_S, self._give_up)
 
     def _give_up(self) -> None:
