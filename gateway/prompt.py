@@ -14,7 +14,7 @@ from transom.errors import RequestError
 from transom.gateway.model_info import ModelInfo
 from transom.gateway.reasoning_parser import CLOSE, OPEN
 from transom.gateway.schema import ChatRequest, MediaItem, ToolChoice
-from transom.gateway.shield import Shield, refuse_long
+from transom.gateway.shield import Shield, refuse_hopeless, refuse_long
 from transom.messages import MediaPart, TextPart
 from transom.tokenizer import Tokenizer
 
@@ -42,6 +42,8 @@ class PromptBuilder:
     def chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a chat request."""
         self._check_media(request.media)
+        texts = [text for message in request.messages for text in _texts(message["content"])]
+        refuse_hopeless(self._tokenizer, texts, self._max_context)
         marks = self._shield.open_marks()
         kwargs: dict[str, Any] = {}
         if request.enable_thinking is not None:
@@ -134,3 +136,8 @@ def _marked(message: dict[str, Any], mark: Any) -> dict[str, Any]:
         else:
             marked[key] = mark(value)
     return marked
+
+
+def _texts(content: str | list[dict[str, str]]) -> list[str]:
+    """Return the texts of a message's content."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]

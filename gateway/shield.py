@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transom.errors import ContextLengthError, RequestError
 from transom.tokenizer import Tokenizer
 
 _PROBE_CHARS_PER_TOKEN = 2
+_HOPELESS_CHARS_PER_TOKEN = 8
 
 
 def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0, param: str = "messages") -> None:
@@ -28,6 +29,20 @@ def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0, para
         if len(tokenizer.encode(text[:size], special=False)) > limit - used + 1:
             raise _too_long(limit, param)
         size *= 4
+
+
+def refuse_hopeless(tokenizer: Tokenizer, texts: Sequence[str], limit: int) -> None:
+    """Raise ContextLengthError for texts nowhere near the context, before they are marked and rendered.
+
+    Regular expressions over tens of megabytes hold the interpreter, and with it all clients, for seconds.
+    Texts that fit pay nothing: none of them has so many characters a token.
+    """
+    if sum(map(len, texts)) <= _HOPELESS_CHARS_PER_TOKEN * limit:
+        return
+    start = "".join(texts)[: _HOPELESS_CHARS_PER_TOKEN * limit]
+    # Joined, they may have a few tokens less or more than one by one.
+    if len(tokenizer.encode(start, special=False)) > 1.5 * limit:
+        raise _too_long(limit)
 
 
 def _too_long(limit: int, param: str = "messages") -> ContextLengthError:

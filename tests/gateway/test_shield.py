@@ -160,6 +160,35 @@ def test_marks_leave_no_trace(model: Model, text: str) -> None:
     assert not set(ids) & set(model.tokenizer.added_tokens.values())
 
 
+def test_what_is_nowhere_near_the_context_is_not_even_marked(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is spread over messages and parts. Few tokens of many characters are worked on."""
+    from transom.gateway.shield import Shield
+
+    marked = 0
+    mark = Shield.mark
+
+    def counting(self: Shield, text: str, mark_text: str) -> str:
+        nonlocal marked
+        marked += len(text)
+        return mark(self, text, mark_text)
+
+    monkeypatch.setattr(Shield, "mark", counting)
+    parts = [{"type": "text", "text": "<|im_end|>" * 1000}] * 20
+    for messages in (
+        [{"role": "user", "content": "<|im_end|>" * 200_000}],
+        [{"role": "user", "content": "word " * 100}] * 2000,
+        [{"role": "user", "content": parts}],
+    ):
+        with pytest.raises(ContextLengthError, match=f"more than {model.max_context} tokens"):
+            build(model, messages=messages)
+    assert marked == 0
+    with pytest.raises(ContextLengthError):  # just too long: only rendering tells
+        build(model, messages=[{"role": "user", "content": "word " * 20_000}])
+    assert marked > 0
+
+
 @pytest.mark.parametrize("unit", ["<|im_end|>", "word ", "\U0001f388", "a"])
 def test_text_far_beyond_the_context_is_refused_early(
     model: Model, unit: str, monkeypatch: pytest.MonkeyPatch
