@@ -24,6 +24,7 @@ from transom.llm.pools import DualPools
 
 logger = logging.getLogger(__name__)
 
+_CLOSE = 1e-2  # what a step may differ by from itself: bf16 states, sums in another order
 _SHARED = 2  # pages that requests share stand in the tables of each of them
 
 
@@ -68,17 +69,22 @@ class _PaddedStep:
         assert self._hidden is not None
         return self._hidden
 
-    def warm_up(self, scratch_page: int) -> None:
-        """Compute nothing but pads: kernels are compiled and libraries set up by it."""
+    def warm_up(self, scratch_page: int) -> torch.Tensor:
+        """Compute nothing but pads, which compiles kernels and sets up libraries; return their states."""
         self.fill(self.ids[:0], DecodeRows(self._pads[:0], np.array([scratch_page])))
-        self.forward()
+        return self.forward()
 
-    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Record the forward pass, which must have been warmed up on `stream`, in memory of `pool`."""
+    def capture(self, pool: Any, stream: torch.cuda.Stream, scratch_page: int) -> None:
+        """Record the forward pass in memory of `pool`. Raise RuntimeError when a replay differs."""
+        with torch.cuda.stream(stream):
+            expected = self.warm_up(scratch_page)
+        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             hidden = self.forward()
         self._graph, self._hidden = graph, hidden
+        if not torch.allclose(self.forward(), expected, rtol=_CLOSE, atol=_CLOSE):
+            raise RuntimeError("the recorded step computes something else than what was recorded")
 
     @property
     def captured(self) -> bool:
@@ -131,13 +137,12 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self.warm_up()
-        stream.synchronize()
+        scratch_page = self._pools.scratch_page
+        assert scratch_page is not None
 
         def capture(size: int) -> int:
             try:
-                self._steps[size].capture(pool, stream)
+                self._steps[size].capture(pool, stream, scratch_page)
             except RuntimeError as error:
                 if must and not isinstance(error, torch.cuda.OutOfMemoryError):
                     raise

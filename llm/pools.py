@@ -155,7 +155,8 @@ class RequestKV:
     """The pages of one running request. Page i holds positions i * page_size and on.
 
     `pages[:shared]` belong to the prefix cache and are only read; the rest is the request's own. Of its own,
-    those before `swa_from` have lost their SWA page. Only DualPools and PrefixCache change it.
+    those before `swa_from` have lost their SWA page, and slots before `swa_since` were never written in one.
+    Only DualPools and PrefixCache change it.
     """
 
     pages: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(16, dtype=np.int64))
@@ -163,6 +164,7 @@ class RequestKV:
     shared: int = 0
     swa_from: int = 0
     length: int = 0  # tokens stored
+    swa_since: int = 0
 
     @property
     def swa_count(self) -> int:
@@ -279,7 +281,7 @@ class DualPools:
         )
         assert first <= window_start // self.page_size, "SWA slots inside the window were freed"
         offset = first * self.page_size
-        swa_begin = max(kv.length - self.kept + 1, offset)
+        swa_begin = max(kv.length - self.kept + 1, offset, kv.swa_since)
         live = torch.from_numpy(self.swa_of[pages[first:]]).to(self.device)
         swa_k, swa_v = self.swa.read(live, swa_begin - offset, end - offset)
         return HostKV(end, end - swa_begin, full_k, full_v, swa_k, swa_v, begin)
@@ -289,8 +291,9 @@ class DualPools:
 
         Of a hand-over from longer pages come more SWA rows than are kept here: those are left out.
         """
-        kv = RequestKV()
-        self.take_in(kv, host, max(host.length - host.swa_len, host.length - self.kept + 1))
+        since = max(host.length - host.swa_len, host.length - self.kept + 1)
+        kv = RequestKV(swa_since=since)
+        self.take_in(kv, host, since)
         return kv
 
     def take_in(self, kv: RequestKV, host: HostKV, swa_begin: int) -> None:

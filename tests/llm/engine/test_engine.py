@@ -189,7 +189,7 @@ def test_nan_fails_its_own_request_only(
 def test_wrong_rows_fail_their_own_request_only(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
-    """B042: more placeholders than embeddings."""
+    """More placeholders than embeddings."""
     harness = make_harness(model)
     prompt = prompt_of(12)
     harness.engine.submit(Start(harness.request("bad", prompt_ids=[1])))

@@ -19,7 +19,7 @@ SYSTEM = [10, 11, 12, 13, 14, TURN_END]
 
 
 def test_the_drawings_are_what_the_engine_does(make_model: Make, make_harness: Make) -> None:
-    """B076 among others: what an unfinished prompt has moved past is a tombstone, and drawn as such."""
+    """What an unfinished prompt has moved past is a tombstone, and drawn as such."""
     model = make_model(sliding_window=3)
     assert model.config.layers[1].window == 4
     harness = make_harness(

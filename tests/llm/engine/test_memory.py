@@ -17,7 +17,7 @@ from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.model.registry import read_config
 from transom.llm.policies import POLICIES
 from transom.llm.pools import DualPools
-from transom.llm.request import Drop, Extend, Request, Start
+from transom.llm.request import Drop, Extend, Request, ReturnWish, Start
 from transom.llm.runner import Step, pages_of
 from transom.messages import Sampling
 
@@ -180,7 +180,7 @@ def test_prompts_of_all_kinds_in_one_tiny_pool(
 def test_clients_that_leave_while_retracted_leave_nothing(
     model: MiMoV2ForCausalLM, make_harness: Make, cached: bool
 ) -> None:
-    """B097, B099: the KV in host memory goes with its request, at whatever step that ends."""
+    """The KV in host memory goes with its request, at whatever step that ends."""
     for after in (3, 12, 24, 36):
         harness = make_harness(model, full=24, swa=24, cached=cached)
         for i in range(4):
@@ -221,6 +221,33 @@ def test_a_hand_over_between_pages_of_other_lengths_takes_what_was_counted_for_i
     decode.assert_nothing_left()
 
 
+@pytest.mark.parametrize(("first_page", "second_page"), [(1, 16), (3, 8), (4, 4), (16, 3)])
+def test_an_answer_that_goes_back_has_only_rows_that_were_stored(
+    model: MiMoV2ForCausalLM, make_harness: Make, native_ops: NativeOps, first_page: int, second_page: int
+) -> None:
+    """Decode pages that begin before what prefill sent have slots that nobody wrote, whatever is in them."""
+    fast = fused(model, native_ops)
+    prefill = make_harness(
+        fast, page_size=first_page, margin=answer_margin(first_page), cached=True, answers=True
+    )
+    decode = make_harness(fast, page_size=second_page, margin=answer_margin(second_page))
+    decode.pools._clear_pages = False
+    for store in (decode.pools.full, decode.pools.swa):
+        store.k[:, :, 1:] = store.v[:, :, 1:] = float("nan")
+    decode.prefilled_elsewhere = frozenset({"a"})
+    prefill.submit("a", prompt_of(45), hands_off=True, max_tokens=20)
+    prefill.run()
+    handed = prefill.prefilled["a"]
+    assert handed.return_from is not None
+    wish = ReturnWish(handed.return_from, first_page, "prefill")
+    fields = {"output_ids": [handed.first_token], "host_kv": handed.host_kv, "wish": wish}
+    decode.submit("a", prompt_of(45), max_tokens=20, **fields)
+    decode.run()
+    assert decode.answers["a"].host_kv.finite
+    assert decode.answers["a"].host_kv.swa_len >= pools_window(model) - 1
+    decode.assert_nothing_left()
+
+
 def pools_window(model: MiMoV2ForCausalLM) -> int:
     return max(spec.window or 0 for spec in model.config.layers)
 
@@ -228,7 +255,7 @@ def pools_window(model: MiMoV2ForCausalLM) -> int:
 def test_what_was_handed_over_is_a_copy(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
-    """B101: the pages of a request whose KV is still on its way serve others without harm to it."""
+    """The pages of a request whose KV is still on its way serve others without harm to it."""
     prefill, decode = make_harness(model, full=14, swa=14, cached=True), make_harness(model)
     prompt = prompt_of(40)
     prefill.submit("a", prompt, hands_off=True, max_tokens=20)

@@ -116,7 +116,7 @@ def test_decode_batch_of_uneven_lengths(model: MiMoV2ForCausalLM, make_pools: Po
 
 
 def test_stale_garbage_never_reaches_a_later_owner(model: MiMoV2ForCausalLM, make_pools: Pools) -> None:
-    """B079: NaN of a former owner stays out of every later prompt."""
+    """NaN of a former owner stays out of every later prompt."""
     prompt = torch.randint(0, 96, (21,), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
         pools = make_pools(model.config, full=10, swa=10)

@@ -62,7 +62,7 @@ def serve(harness: Any, name: str, prompt: Sequence[int], **fields: Any) -> int:
 def test_the_same_prompt_again(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check, length: int, chunk: int
 ) -> None:
-    """B074: a hit reads what the first run stored, however both were cut into chunks."""
+    """A hit reads what the first run stored, however both were cut into chunks."""
     harness = make_harness(model, batch_tokens=chunk, cached=True)
     prompt = prompt_of(length)
     assert serve(harness, "cold", prompt, max_tokens=12) == 0
@@ -118,7 +118,7 @@ def test_a_shared_system_prompt(model: MiMoV2ForCausalLM, make_harness: Make, as
 def test_turns_with_the_answers_in_the_history(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
-    """B083: answers are not computed again, but for their last token, which was never fed in."""
+    """Answers are not computed again, but for their last token, which was never fed in."""
     harness = make_harness(model, batch_tokens=16, cached=True)
     prompt = prompt_of(22)
     stored = 0
@@ -177,7 +177,7 @@ class Pictures:
 def test_pictures_are_told_apart_by_their_content(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check, steps: int
 ) -> None:
-    """B030, B035: equal token ids, and keys with an equal end; also when rows come while the text runs."""
+    """Equal token ids, and keys with an equal end; also when rows come while the text runs."""
     pictures = Pictures(make_harness(model, batch_tokens=8, cached=True))
     cat, dog = rows_of(1), rows_of(2)
     keys = {"cat": "00ff" * 7 + "abcd", "dog": "11ff" * 7 + "abcd"}
@@ -234,7 +234,7 @@ def test_text_runs_before_its_picture_comes_and_is_not_lost(
 def test_without_a_content_key_nothing_is_cached(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
-    """B040: plain placeholders would match those of any other picture."""
+    """Plain placeholders would match those of any other picture."""
     pictures = Pictures(make_harness(model, cached=True))
     for name, seed in (("a", 1), ("b", 2)):
         assert pictures.serve(name, rows_of(seed), "") <= 8
@@ -255,7 +255,7 @@ def test_nan_is_not_cached(model: MiMoV2ForCausalLM, make_harness: Make, assert_
 def test_much_evictable_and_little_free(
     model: MiMoV2ForCausalLM, make_harness: Make, assert_greedy: Check
 ) -> None:
-    """B093: a full cache makes way for a request that needs nearly everything."""
+    """A full cache makes way for a request that needs nearly everything."""
     harness = make_harness(model, full=60, swa=24, batch_tokens=16, cached=True)
     for seed in range(12):
         serve(harness, f"fill {seed}", prompt_of(50, seed), max_tokens=2)
@@ -273,7 +273,7 @@ def test_missing_windows_are_told(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """B081: a hit rate of nothing although everything is cached shows in a counter and in the log."""
+    """A hit rate of nothing although everything is cached shows in a counter and in the log."""
     monkeypatch.setattr(prefix_cache, "_FIRST_JUDGED", 8)
     harness = make_harness(model, swa=12, batch_tokens=16, cached=True)
     shared = prompt_of(60)
@@ -426,7 +426,7 @@ def test_random_traffic_over_a_tiny_pool(
     chunk: int,
     policy: str,
 ) -> None:
-    """B075: every token is right, and at every step each page has one owner and no live window is lost."""
+    """Every token is right, and at every step each page has one owner and no live window is lost."""
     harness = make_harness(
         model, full=full, swa=swa, batch_tokens=chunk, context_len=90, cached=True, policy=policy
     )

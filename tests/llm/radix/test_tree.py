@@ -61,7 +61,7 @@ def test_the_answer_is_not_prefilled_again_next_turn(make_server: Any) -> None:
 
 
 def test_hits_stay_until_the_pool_is_really_full(make_server: Any) -> None:
-    """B077: sessions in turn, each far longer than the window: extra windows must not push out the tails."""
+    """Sessions in turn, each far longer than the window: extra windows must not push out the tails."""
     server = make_server(window=8, full_pages=9000, swa_pages=256, interval=32, chunk=64)
     sessions = [prompt(seed, 600) for seed in range(12)]
     for turn in range(3):
