@@ -107,7 +107,7 @@ def plan_step(
     reason = step.walk(order([*prompts, *line], now_s), reason)
     if not step.tokens and prompts:
         step.free_the_first(prompts)
-    elif not step.tokens and line and step.alive and not hold:
+    elif not step.tokens and line and step.alive and not hold and not step.retracted:
         # Requests that wait for embeddings hold the pages which the first in line needs now.
         step.retract_last()
     return Plan(
@@ -213,6 +213,9 @@ class _Step:
             return f"{len(self.tokens)} of {self.limits.running_requests} requests are running"
         if self.budget <= 0:
             return f"the step's {self.limits.batch_tokens} tokens are spent"
+        if self.retracted and view.shared_pages:
+            # Those may have kept its cached pages in use, which would count as free now, and as its own.
+            return f"{len(self.retracted)} requests were retracted that may have shared its pages"
         if lack := self._lacks(view):
             return lack
         wanted = self._wanted(view)

@@ -327,6 +327,22 @@ def test_higher_priority_takes_the_pages_of_lower_ones() -> None:
     assert (hopeless.retract, hopeless.admit) == ((), ())
 
 
+def test_pages_shared_with_whoever_made_way_are_not_counted_twice() -> None:
+    """They come free with the retraction and are pinned by the admission: that waits for the next look."""
+    limits = Limits(8, 3, 5, 19)
+    low = view("low", known_len=56, stored_len=35, ready_len=21, full_pages=7, swa_pages=2)
+    urgent = view(
+        "urgent", priority=1, known_len=61, stored_len=30, ready_len=31, swa_pages=1, shared_pages=6
+    )
+    order = make_order("fcfs", lambda: 1.0)
+    plan = plan_step([low], [urgent], FreePages(2, 1), limits, now_s=1.0, order=order)
+    assert (plan.retract, plan.admit, plan.steps) == (("low",), (), {})
+    assert "shared its pages" in plan.waiting_reason
+    alone = replace(urgent, full_pages=6, swa_pages=3, shared_pages=0)
+    plan = plan_step([], [alone], FreePages(14, 7), limits, now_s=1.0, order=order)
+    assert (plan.admit, plan.steps) == (("urgent",), {"urgent": 8})
+
+
 def test_prompts_that_begin_alike_follow_the_first() -> None:
     first = view("first", known_len=40, ready_len=40, shares=(("second", 20), ("other", 8)))
     second = view("second", arrived_s=1.0, known_len=30, ready_len=30, shares=(("first", 20), ("other", 8)))
