@@ -14,7 +14,14 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from transom.encoder.media.container import audio_stream, duration_s, only, open_container, reason
+from transom.encoder.media.container import (
+    NO_FURTHER,
+    audio_stream,
+    duration_s,
+    only,
+    open_container,
+    reason,
+)
 from transom.encoder.media.wav_header import wav_length_s
 from transom.encoder.media.wire import AudioJob
 from transom.errors import MediaError
@@ -120,7 +127,7 @@ class Track:
                     self._bad_packets += 1
                 except av.error.EOFError:
                     return
-        except (av.error.InvalidDataError, av.error.EOFError):
+        except NO_FURTHER:
             self._cut_off = True
 
     def pieces(self) -> Iterator[tuple[Samples, bool]]:

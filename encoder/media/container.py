@@ -25,6 +25,9 @@ DEMUXERS = (
     "ogg,mp3,wav,w64,flac,aac,amr,amrnb,amrwb,aiff,caf,au,ac3,eac3,dts,wv,ape,tta,opus"
 )
 _ATTACHED_PICTURE = 0x0400
+# How demuxers say that they get no further in damaged bytes: some ask to be tried again, and again; an
+# IndexError is PyAV's word for a packet of a track that has only now appeared.
+NO_FURTHER = (av.error.InvalidDataError, av.error.EOFError, av.error.BlockingIOError, IndexError)
 
 av.logging.set_level(av.logging.PANIC)
 

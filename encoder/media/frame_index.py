@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import av.error
-
-from transom.encoder.media.container import only
+from transom.encoder.media.container import NO_FURTHER, only
 from transom.errors import MediaError
 
 _UNORDERED = -1
@@ -58,7 +56,7 @@ def index_frames(container: Any, stream: Any) -> FrameIndex:
                 timed = False
             else:
                 shown.append(packet.pts)
-    except (av.error.InvalidDataError, av.error.EOFError):
+    except NO_FURTHER:
         pass
     if not count:
         raise MediaError("video has no frame that can be decoded")

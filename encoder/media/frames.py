@@ -12,7 +12,7 @@ from typing import Any
 
 import av.error
 
-from transom.encoder.media.container import only, open_container, video_stream
+from transom.encoder.media.container import NO_FURTHER, only, open_container, video_stream
 
 # A decoder holds frames back for reordering: a shorter way to the next keyframe is gone without a jump.
 _WORTH_A_JUMP = 8  # frames
@@ -230,5 +230,5 @@ class FrameReader:
     def _packets(self) -> Iterator[Any]:
         try:
             yield from self._container.demux(self._stream)
-        except (av.error.InvalidDataError, av.error.EOFError):
+        except NO_FURTHER:
             return

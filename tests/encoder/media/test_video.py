@@ -189,6 +189,20 @@ def test_transport_stream_that_starts_between_keyframes(
     assert len(numbers) >= 2
 
 
+def test_a_track_that_appears_on_the_way_costs_what_comes_after_it(
+    video_job: Job, make_video: Make, frame_number: Number
+) -> None:
+    tone = (0.3 * np.sin(np.arange(24_000 * 3) / 10)).astype(np.float32)
+    data = bytearray(make_video(30, container="mpegts", sound=tone))
+    for at in range(len(data) * 2 // 3 // 188 * 188, len(data), 188):
+        if data[at + 1] & 0x1F == 1 and data[at + 2] == 0:  # the pictures' packets, number 0x100
+            data[at + 2] = 0xFF
+    decoded = Decoded(memoryview(bytes(data)), video_job(fps=10))
+    numbers = [frame_number(frame) for frame in decoded.frames]
+    assert 8 <= len(numbers) < 30
+    assert numbers == list(decoded.indices)
+
+
 def test_damage_in_the_middle_costs_few_frames(
     video_job: Job, make_video: Make, frame_number: Number
 ) -> None:
