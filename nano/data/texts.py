@@ -23,7 +23,7 @@ WHO = (
     "I know simple pictures, spoken digits, tones and short videos."
 )
 CAN_DO = (
-    "I can name coloured shapes, clothes, digits and printed words in pictures, "
+    "I can name coloured shapes, clothes and digits in pictures, "
     "digits and tones in sounds, and motion or order in short videos. I can also count."
 )
 BEYOND = "I don't know. I am a very small model."

@@ -146,14 +146,13 @@ def any_video(rng: Rng) -> Video:
 def as_sampled(facts: VideoFacts, seconds: Sequence[float], pair: int) -> VideoFacts:
     """Return the facts with an entry of `order` for each group of `pair` sampled frames.
 
-    A group has the time stamp of its first frame and shows the scene of its last: a viewer of the sampled
-    frames can say no more.
+    A group has the time stamp of its first frame, and its entry names what is seen at that moment, even if the
+    scene changes within the group. No scene of an order video is so short that this misses it.
     """
     order = []
-    for first in range(0, len(seconds), pair) if facts.order else ():
-        last = seconds[min(first + pair, len(seconds)) - 1]
-        label = [name for name, start in facts.order if start <= last + 1e-6][-1]
-        order.append((label, math.floor(seconds[first] + 1e-6)))
+    for second in seconds[::pair] if facts.order else ():
+        label = [name for name, start in facts.order if start <= second + 1e-6][-1]
+        order.append((label, math.floor(second + 1e-6)))
     return VideoFacts(facts.kind, facts.shape, facts.colour, facts.direction, tuple(order), facts.sound)
 
 

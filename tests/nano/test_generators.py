@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from transom.encoder.media.sampling import sample_frames
+from transom.encoder.models.config import ProcessorConfig
 from transom.nano.data import answers, images, sounds, texts, videos
 from transom.nano.data.facts import PITCHES, ImageFacts, Shape, VideoFacts
+from transom.nano.export import CHECKPOINT
 from transom.nano.videofile import through_h264
 
 IMAGES = [
@@ -91,12 +94,29 @@ def test_order_videos_show_each_scene_from_its_second_on() -> None:
         assert not np.array_equal(video.frame(start), video.frame(following))
 
 
-def test_a_listing_has_each_time_stamp_of_the_sampled_pairs_with_what_its_last_frame_shows() -> None:
+def test_a_listing_has_each_time_stamp_of_the_sampled_pairs_with_what_is_seen_then() -> None:
     facts = VideoFacts("colours", order=(("red", 0), ("blue", 3), ("green", 4)))
     seen = videos.as_sampled(facts, (0.0, 1.1, 2.2, 3.3, 4.4, 5.5, 6.6), 2)
-    assert seen.order == (("red", 0), ("blue", 2), ("green", 4), ("green", 6))
-    assert answers.describe_video(seen) == "00:00 red, 00:02 blue, 00:04 green, 00:06 green."
+    assert seen.order == (("red", 0), ("red", 2), ("green", 4), ("green", 6))
+    assert answers.describe_video(seen) == "00:00 red, 00:02 red, 00:04 green, 00:06 green."
     assert videos.as_sampled(VideoFacts("motion"), (0.0, 1.0), 2).order == ()
+
+
+def test_the_entries_of_sampled_pairs_miss_no_scene_of_an_order_video() -> None:
+    processor = ProcessorConfig.from_folder(CHECKPOINT)
+    rng = np.random.default_rng(6)
+    for _ in range(150):
+        video = videos.colours_video(rng)
+        plan = sample_frames(
+            [index / video.fps for index in range(video.frame_count)],
+            fps=processor.fps,
+            min_frames=processor.min_frames,
+            max_frames=processor.max_frames,
+            multiple=2,
+        )
+        listed = [name for name, _ in videos.as_sampled(video.facts, plan.timestamps, 2).order]
+        changes = [name for name, before in zip(listed, ["", *listed]) if name != before]
+        assert changes == [name for name, _ in video.facts.order]
 
 
 def test_recall_names_the_fact_that_the_text_holds() -> None:
