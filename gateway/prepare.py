@@ -67,7 +67,7 @@ class Model:
         tools, thinking = parse_tools(fields), parse_thinking(fields)
         add_generation_prompt = fields.flag("add_generation_prompt")
         if not fields.has("messages"):
-            refuse_long(self.tokenizer, prompt, self.max_context, param="prompt")
+            refuse_long(self.tokenizer, prompt, self.max_context, param="prompt", special=True)
             return name, self.tokenizer.encode(prompt)
         messages, media = parse_messages(fields, self.limits)
         request = ChatRequest(

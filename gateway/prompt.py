@@ -38,12 +38,12 @@ class PromptBuilder:
         self._info = info
         self._shield = Shield(tokenizer)
         self._max_context = max_context
+        self._keeps_beside = self._renders_what_stands_beside_calls()
 
     def chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a chat request."""
         self._check_media(request.media)
-        texts = [text for message in request.messages for text in _texts(message["content"])]
-        refuse_hopeless(self._tokenizer, texts, self._max_context)
+        refuse_hopeless(self._tokenizer, self._certain_texts(request.messages), self._max_context)
         marks = self._shield.open_marks()
         kwargs: dict[str, Any] = {}
         if request.enable_thinking is not None:
@@ -67,7 +67,7 @@ class PromptBuilder:
     def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Return the prompt of a plain completion, which may spell control tokens except media's."""
         if isinstance(prompt, str):
-            refuse_long(self._tokenizer, prompt, self._max_context, param="prompt")
+            refuse_long(self._tokenizer, prompt, self._max_context, param="prompt", special=True)
             ids = self._tokenizer.encode(prompt)
         else:
             ids = list(prompt)
@@ -76,6 +76,30 @@ class PromptBuilder:
         if not self._info.media_ids.isdisjoint(ids):
             raise RequestError("the prompt holds media tokens; send media through chat", param="prompt")
         return Prompt(parts=[TextPart(ids)], text_tokens=len(ids))
+
+    def _renders_what_stands_beside_calls(self) -> bool:
+        """Say whether the content of an answer is part of the prompt also when it called a tool."""
+        beside = "zqbesideqz"
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": beside, "tool_calls": [call]},
+            {"role": "tool", "content": "b", "tool_call_id": "1"},
+            {"role": "user", "content": "c"},
+        ]
+        try:
+            return beside in self._tokenizer.render_chat(messages)
+        except RequestError:
+            return False
+
+    def _certain_texts(self, messages: Sequence[dict[str, Any]]) -> list[str]:
+        """Return texts that the prompt will hold, but for the space around them."""
+        return [
+            text.strip()
+            for message in messages
+            if self._keeps_beside or not message.get("tool_calls")
+            for text in _texts(message["content"])
+        ]
 
     def _check_media(self, media: Sequence[MediaItem]) -> None:
         known = set(self._info.pads.values())

@@ -16,17 +16,28 @@ from transom.tokenizer import Tokenizer
 
 _PROBE_CHARS_PER_TOKEN = 2
 _HOPELESS_CHARS_PER_TOKEN = 8
+_CUT_TOKENS = 64  # more than a text has that is cut within a word or a run of blanks that was one token
 
 
-def refuse_long(tokenizer: Tokenizer, text: str, limit: int, used: int = 0, param: str = "messages") -> None:
+def refuse_long(
+    tokenizer: Tokenizer,
+    text: str,
+    limit: int,
+    used: int = 0,
+    *,
+    param: str = "messages",
+    special: bool = False,
+) -> None:
     """Raise ContextLengthError when growing prefixes of a long text have more than `limit - used` tokens.
 
+    `special`: as in Tokenizer.encode, and as it will be encoded: else the spelling of a control token counts
+    for several. Never refuses what fits.
     Tokenising is slow enough that a text far beyond the context must not be tokenised whole. The prefixes
     cost a third of the whole at most.
     """
     size = max(limit - used, 1024) * _PROBE_CHARS_PER_TOKEN
     while size < len(text):
-        if len(tokenizer.encode(text[:size], special=False)) > limit - used + 1:
+        if len(tokenizer.encode(text[:size], special=special)) > limit - used + _CUT_TOKENS:
             raise _too_long(limit, param)
         size *= 4
 
@@ -35,7 +46,7 @@ def refuse_hopeless(tokenizer: Tokenizer, texts: Sequence[str], limit: int) -> N
     """Raise ContextLengthError for texts nowhere near the context, before they are marked and rendered.
 
     Regular expressions over tens of megabytes hold the interpreter, and with it all clients, for seconds.
-    Texts that fit pay nothing: none of them has so many characters a token.
+    Most texts that fit pay nothing: few have so many characters a token.
     """
     if sum(map(len, texts)) <= _HOPELESS_CHARS_PER_TOKEN * limit:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import unicodedata
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom.errors import ContextLengthError, RequestError
+from transom.gateway.config import GatewayConfig
 from transom.gateway.parse import parse_chat, parse_completion
 from transom.gateway.prepare import Model
 from transom.gateway.prompt import Prompt
@@ -189,6 +191,49 @@ def test_what_is_nowhere_near_the_context_is_not_even_marked(
     assert marked > 0
 
 
+DROPPING = {
+    "what stands beside a call": "'' if message.tool_calls else message.content",
+    "space around it": "message.content | trim",
+}
+
+
+@pytest.mark.parametrize("dropped", DROPPING)
+def test_what_a_template_leaves_out_does_not_count(
+    model: Model, tmp_path: Path, repository: Path, dropped: str
+) -> None:
+    for file in (repository / "nano/checkpoint").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        f"{{{{ {DROPPING[dropped]} if message.role == 'assistant' else message.content }}}}<|im_end|>"
+        "{% endfor %}"
+    )
+    other = Model.load(GatewayConfig(model=str(tmp_path)))
+    long = "word " * (2 * model.max_context)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answers: dict[str, dict[str, Any]] = {
+        "what stands beside a call": {"content": long, "tool_calls": [call]},
+        "space around it": {"content": " \n" * len(long) + "yes"},
+    }
+    answer = {"role": "assistant", **answers[dropped]}
+    messages = [{"role": "user", "content": "Is it?"}, answer, {"role": "user", "content": "Why?"}]
+    assert build(other, messages=messages).text_tokens < 100
+    with pytest.raises(ContextLengthError):
+        build(other, messages=[{"role": "user", "content": long}])
+
+
+def test_a_prompt_of_just_the_context_is_taken_wherever_its_text_is_probed(model: Model) -> None:
+    """The first look ends two characters a token on: here within a last word that is one token."""
+    limit = model.max_context
+    text = "1" * 7 + " a" * (limit - 8) + " exception"
+    ids = model.tokenizer.encode(text)
+    assert len(ids) == limit
+    assert len(model.tokenizer.encode(text[: 2 * limit])) > limit + 2
+    request = parse_completion(orjson.dumps({"prompt": text}), model.limits)
+    assert ids_of(model.builder.completion(request.prompts[0])) == ids
+
+
 @pytest.mark.parametrize("unit", ["<|im_end|>", "word ", "\U0001f388", "a"])
 def test_text_far_beyond_the_context_is_refused_early(
     model: Model, unit: str, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +253,14 @@ def test_text_far_beyond_the_context_is_refused_early(
     request = parse_completion(orjson.dumps({"prompt": text}), model.limits)
     with pytest.raises(ContextLengthError):
         model.builder.completion(request.prompts[0])
-    assert seen < 500_000
+    assert seen < 1_000_000
+
+
+def test_control_tokens_of_a_raw_completion_count_for_one(model: Model) -> None:
+    text = "<|im_start|>user\nhi<|im_end|>" * (model.max_context // 6)
+    request = parse_completion(orjson.dumps({"prompt": text}), model.limits)
+    prompt = model.builder.completion(request.prompts[0])
+    assert model.max_context / 2 < prompt.text_tokens < model.max_context
 
 
 def test_raw_completions_may_spell_turns_but_not_media(model: Model) -> None:
