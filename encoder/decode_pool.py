@@ -14,10 +14,12 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 
 from transom.encoder.media import wire
 from transom.errors import MediaError, TransomError, UnavailableError
+from transom.log import QUIET
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,11 @@ class WorkerEndedError(TransomError):
 class Worker:
     """One worker process and its socket. `parts` ends with None when the process is gone."""
 
-    def __init__(self, memory_mb: int) -> None:
+    def __init__(self, memory_mb: int, log: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "transom.encoder.media.worker"]
-            arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mb)]
+            arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mb), *log]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
                 command + arguments, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
@@ -88,10 +90,11 @@ class Worker:
 class DecodePool:
     """Hands jobs to workers in order of arrival; sounds and clips never take the last worker."""
 
-    def __init__(self, *, workers: int, timeout_s: float, memory_mb: int) -> None:
+    def __init__(self, *, workers: int, timeout_s: float, memory_mb: int, log: Sequence[str] = QUIET) -> None:
         self._count = workers
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
+        self._log = log
         self._idle: deque[Worker] = deque()
         self._waiters: deque[asyncio.Future[Worker]] = deque()
         self._all: set[Worker] = set()
@@ -123,7 +126,7 @@ class DecodePool:
         return len(self._all) - len(self._idle)
 
     def _spawn(self) -> None:
-        worker = Worker(self._memory_mb)
+        worker = Worker(self._memory_mb, self._log)
         self._all.add(worker)
         self._settle(worker, _START_TIMEOUT_S)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from transom.encoder import fetch_wire as wire
@@ -20,6 +20,7 @@ from transom.encoder.gate import Signal
 from transom.encoder.known_urls import Validator
 from transom.encoder.ranks.policy import is_crash
 from transom.errors import UnavailableError
+from transom.log import QUIET
 from transom.supervisor import describe_exit
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,21 @@ _COMMON_TRIES = 2  # of an item whose worker was ended from outside
 class FetchPool:
     """Downloads under limits. A worker that keeps an item longer than all limits and `grace_s` is ended."""
 
-    def __init__(self, limits: FetchLimits, *, workers: int, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        limits: FetchLimits,
+        *,
+        workers: int,
+        grace_s: float = 5.0,
+        log: Sequence[str] = QUIET,
+    ) -> None:
         self._limits = limits
         self._encoded = wire.encode_limits(limits)
         self._count = workers
         self._grace_s = grace_s
         self._slots = asyncio.Semaphore(limits.concurrency)
-        self._trials = Trials(lambda: FetchProcess(self._encoded), limits.total_s, grace_s)
+        self._log = log
+        self._trials = Trials(self._start_process, limits.total_s, grace_s)
         self._workers: list[FetchProcess] = []
         self._changed = Signal()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,8 +100,11 @@ class FetchPool:
             await self._changed.wait()
         return min(alive, key=lambda worker: len(worker.pending))
 
+    def _start_process(self) -> FetchProcess:
+        return FetchProcess(self._encoded, self._log)
+
     def _spawn(self) -> None:
-        worker = FetchProcess(self._encoded)
+        worker = self._start_process()
         self._workers.append(worker)
         self._track(self._keep(worker))
         self._changed.set()

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom.encoder import fetch_wire as wire
@@ -47,12 +48,12 @@ class LostError(Exception):
 class FetchProcess:
     """One fetch process. `ended` is set when its socket has closed; then it must be reaped."""
 
-    def __init__(self, limits: bytes) -> None:
+    def __init__(self, limits: bytes, log: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "transom.encoder.fetch_worker"]
             self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
+                [*command, str(theirs.fileno()), str(os.getpid()), *log],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )

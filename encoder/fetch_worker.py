@@ -22,7 +22,7 @@ from transom.encoder.fetch import Fetched, Fetcher
 from transom.encoder.media.wire import MemoryFile
 from transom.encoder.off_loop import off_loop
 from transom.errors import ConfigError, MediaError
-from transom.log import setup_logging
+from transom.log import setup_from_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +119,9 @@ def _confine(parent: int) -> bool:
 
 
 def main() -> int:
-    """Entry of the process: descriptor of the socket, pid of the encoder."""
+    """Entry of the process: descriptor of the socket, pid of the encoder, how to log."""
     descriptor, parent = (int(value) for value in sys.argv[1:3])
-    setup_logging("fetcher", level="warning")
+    setup_from_arguments("fetcher", sys.argv[3:5])
     if not _confine(parent):
         return 0
     try:

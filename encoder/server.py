@@ -41,7 +41,7 @@ from transom.encoder.spans import Timeline
 from transom.encoder.video_decoder import check_video_decoder
 from transom.errors import DeadlineError, MediaError, TransomError, UnavailableError
 from transom.hub import resolve_model
-from transom.log import request_id_var
+from transom.log import log_arguments, request_id_var
 from transom.messages import (
     Abort,
     EmbeddingChunk,
@@ -106,12 +106,14 @@ class EncoderStage(Stage):
         config = self._config
         self._transport = transport
         _allow_descriptors()
+        log = log_arguments(config.log_level, config.log_json)
         self._pool = DecodePool(
             workers=config.decode_processes,
             timeout_s=config.decode_timeout_s,
             memory_mb=config.decode_memory_mb,
+            log=log,
         )
-        self._fetches = FetchPool(FetchLimits.of(config), workers=config.fetch_workers)
+        self._fetches = FetchPool(FetchLimits.of(config), workers=config.fetch_workers, log=log)
         folder = Path(await asyncio.to_thread(resolve_model, config.model))
         self._ranks = Ranks(config, folder, self._metrics, self._timeline)
         expander, *_ = await asyncio.gather(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 import orjson
@@ -72,6 +73,21 @@ def _no_protocol_errors(record: logging.LogRecord) -> bool:
         record.msg, record.args = "%s (not HTTP: %s)", (record.getMessage(), type(error).__name__)
         record.exc_info = record.exc_text = None
     return True
+
+
+# What `log_arguments` gives for a process that tells of trouble only.
+QUIET = ("warning", "text")
+
+
+def log_arguments(level: str, json: bool) -> tuple[str, str]:
+    """Return the two words of a command line that make a process log as the one that starts it."""
+    return level, "json" if json else "text"
+
+
+def setup_from_arguments(stage: str, words: Sequence[str]) -> None:
+    """Set up logging as `log_arguments` of the process that started this one says."""
+    level, form = words
+    setup_logging(stage, level=level, json=form == "json")
 
 
 def setup_logging(stage: str, *, level: str = "info", json: bool = False) -> None:

@@ -26,7 +26,7 @@ from transom.encoder.media.image import decode_image
 from transom.encoder.media.session import Sessions
 from transom.encoder.media.video import plan_clip
 from transom.errors import MediaError
-from transom.log import setup_logging
+from transom.log import setup_from_arguments
 from transom.messages import MediaSize
 
 logger = logging.getLogger(__name__)
@@ -189,9 +189,9 @@ def _confine(memory_mb: int) -> None:
 
 
 def main() -> None:
-    """Entry of the process: descriptor of the socket, pid of the encoder, memory limit in MB."""
+    """Entry of the process: descriptor of the socket, pid of the encoder, memory limit in MB, how to log."""
     descriptor, parent, memory_mb = (int(value) for value in sys.argv[1:4])
-    setup_logging("decoder", level="warning")
+    setup_from_arguments("decoder", sys.argv[4:6])
     _confine(memory_mb)
     if os.getppid() != parent:
         return

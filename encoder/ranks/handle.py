@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from transom.encoder.media.wire import MemoryFile
 from transom.encoder.outbox import Outbox
@@ -31,8 +31,7 @@ class RankProcess:
         self,
         start: wire.Start,
         *,
-        log_level: str,
-        log_json: bool,
+        log: Sequence[str],
         on_answer: Callable[[wire.Answer, int | None], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -40,7 +39,7 @@ class RankProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "transom.encoder.ranks.process"]
-            arguments = [str(theirs.fileno()), str(os.getpid()), log_level, "json" if log_json else "text"]
+            arguments = [str(theirs.fileno()), str(os.getpid()), *log]
             # Torch reads these at import; ranks that share cores must not spin on each other's.
             environment = os.environ | (dict.fromkeys(_POOLS, str(start.threads)) if start.threads else {})
             self.process = subprocess.Popen(

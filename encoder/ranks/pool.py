@@ -40,6 +40,7 @@ from transom.encoder.ranks.policy import (
 from transom.encoder.ranks.seat import Seat, Work
 from transom.encoder.spans import Event, Timeline
 from transom.errors import CheckpointError, ConfigError, MediaError, TransomError, UnavailableError
+from transom.log import log_arguments
 from transom.messages import Dtype
 from transom.supervisor import describe_exit, usable_cores
 
@@ -114,8 +115,7 @@ class Ranks:
                 dtype=config.dtype,
                 threads=self._threads[seat.index],
             ),
-            log_level=config.log_level,
-            log_json=config.log_json,
+            log=log_arguments(config.log_level, config.log_json),
             on_answer=lambda answer, fd: self._answer(seat, answer, fd),
             on_end=lambda: self._spawn(self._bury(seat)),
         )

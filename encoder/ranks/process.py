@@ -30,7 +30,7 @@ from transom.encoder.preprocess import FramePreprocessor, MelPreprocessor
 from transom.encoder.ranks import wire
 from transom.encoder.ranks.progress import PREPARE_THREADS, Progress
 from transom.errors import MediaError, TransomError
-from transom.log import setup_logging
+from transom.log import setup_from_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def _confine(parent: int) -> bool:
 def main() -> int:
     """Entry of the process: descriptor of the socket, pid of the front, log level, text or json."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    setup_logging("rank", level=sys.argv[3], json=sys.argv[4] == "json")
+    setup_from_arguments("rank", sys.argv[3:5])
     if not _confine(parent):
         return 0
     sock = socket.socket(fileno=descriptor)

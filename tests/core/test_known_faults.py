@@ -22,6 +22,7 @@ RANKS, ARENAS, SHM = (
 )
 MEDIA_KEY, RADIX_KEYS = "core/test_media_key.py", "llm/radix/test_keys.py"
 MEMORY, RETURNED, TREE = "llm/engine/test_memory.py", "llm/engine/test_answers.py", "llm/radix/test_tree.py"
+HOSTILE = "process/test_hostile_origin.py"
 PREFIX, PARSE, ANSWERS = "llm/engine/test_prefix_cache.py", "gateway/test_parse.py", "process/test_answers.py"
 
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -32,19 +33,25 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{NAMES}::test_a_chain_ends_after_the_fifth_redirect",
         f"{FETCH}::test_every_hop_is_judged",
         f"{FETCH}::test_domain_lists_fail_closed_and_match_whole_labels",
+        f"{HOSTILE}::test_nobody_forbidden_was_even_connected_to",
     ),
     "host names like metadata.google.internal, LOCALHOST and localhost. pass a block-list": (
         f"{NAMES}::test_names_of_private_addresses_and_unknown_ones_sound_alike",
         f"{FETCH}::test_spellings_of_loopback_are_refused_by_what_they_resolve_to",
+        f"{HOSTILE}::test_a_hostile_url_is_refused_by_part_and_in_time",
+        f"{HOSTILE}::test_no_error_tells_an_address_that_its_url_did_not",
     ),
     "spellings of addresses (2130706433, 127.1, [::1], names of loopback) pass the filter": (
         f"{FETCH}::test_urls_that_are_refused_unresolved",
         f"{FETCH}::test_addresses_that_are_not_public",
         f"{NAMES}::test_every_hop_is_judged",
+        f"{HOSTILE}::test_a_hostile_url_is_refused_by_part_and_in_time",
     ),
     "a name is resolved once to be judged and again to be connected to (rebinding)": (
         f"{NAMES}::test_what_was_judged_is_what_is_connected_to",
         f"{NAMES}::test_nothing_private_was_reached",
+        f"{HOSTILE}::test_a_name_is_asked_for_once_a_download",
+        f"{HOSTILE}::test_nobody_forbidden_was_even_connected_to",
     ),
     "what comes over a socket is unpickled": (
         f"{TRANSPORT}::test_pickle_is_not_executed",
@@ -80,6 +87,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{IMAGE}::test_what_is_no_image_is_named",
         f"{IMAGE}::test_random_damage_never_raises_anything_else",
         f"{SERVER}::test_64_good_and_bad_items_at_once",
+        f"{HOSTILE}::test_a_page_is_no_video_and_no_sound_either",
     ),
     "malformed base64 is answered 500, and the log repeats it": (
         f"{PARSE}::test_a_bad_request_names_its_fault",
@@ -101,12 +109,15 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{FETCH}::test_slow_hosts_do_not_wait_for_each_other",
         f"{SERVER}::test_urls_overload_and_the_end_of_the_process",
         f"{SERVER}::test_health_answers_while_busy",
+        f"{HOSTILE}::test_good_pictures_beside_them_are_answered",
     ),
     "a server drips bytes for ever, or sends without end or length": (
         f"{FETCH}::test_silence_and_dripping_are_cut",
         f"{FETCH}::test_a_server_that_only_promises_an_answer_is_cut_off",
         f"{FETCH}::test_size_is_limited_by_header_and_while_streaming",
         f"{FETCH}::test_compressed_bodies_are_inflated_up_to_the_limit",
+        f"{HOSTILE}::test_a_hostile_url_is_refused_by_part_and_in_time",
+        f"{HOSTILE}::test_the_deadline_of_a_request_ends_its_downloads",
     ),
     "packed content inflates to nothing for ever, or goes on behind its end": (
         f"{FETCH}::test_packed_bodies_that_do_not_end_are_not_kept",

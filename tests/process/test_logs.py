@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import aiohttp
@@ -43,6 +44,7 @@ async def test_an_id_leads_through_the_logs_of_all_processes(own_pipeline: Any) 
         assert 4 < await left(session, pipeline.url, long) < 8 * 12
         for name, parts in (
             ("broken", [question, image(broken)]),
+            ("private", [question, image("http://localhost/a.png")]),
             ("long", long),
             ("good", [question, image(picture)]),
         ):
@@ -57,6 +59,10 @@ async def test_an_id_leads_through_the_logs_of_all_processes(own_pipeline: Any) 
         return {one["stage"] for one in found if one.get("request_id") == id}
 
     assert processes(ids["broken"]) >= {"gateway", "encoder"}
+    # The reasons that no client is told: from processes of the encoder's own, in the same form.
+    told = {one["stage"]: one["message"] for one in found if one["stage"] in ("fetcher", "decoder")}
+    assert re.fullmatch(r"a URL is refused: localhost stands for \S+", told["fetcher"])
+    assert told["decoder"].startswith("a picture can't be decoded: ")
     # Whichever of the two counts first.
     assert "gateway" in processes(ids["long"])
     assert processes(ids["long"]) & {"prefill", "decode"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -93,6 +94,7 @@ def count_memory_files() -> int:
 
 @contextlib.asynccontextmanager
 async def running(workers: int = 1, grace_s: float = 5.0, **changes: Any) -> AsyncIterator[FetchPool]:
+    gc.collect()  # what earlier tests left must not go while memory files are counted
     pool = FetchPool(dataclasses.replace(LIMITS, **changes), workers=workers, grace_s=grace_s)
     await pool.start()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.encoder.server.lying_names import NO_NAMESPACE
+from tests.lying_network import NO_NAMESPACE
 from transom.encoder.resolver import DnsServers
 from transom.errors import ConfigError
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ class Script:
         self,
         start: wire.Start,
         *,
-        log_level: str,
-        log_json: bool,
+        log: Sequence[str],
         on_answer: Callable[[wire.Answer, int | None], None],
         on_end: Callable[[], None],
     ) -> None:
