@@ -146,8 +146,8 @@ def any_video(rng: Rng) -> Video:
 def as_sampled(facts: VideoFacts, seconds: Sequence[float], pair: int) -> VideoFacts:
     """Return the facts with an entry of `order` for each group of `pair` sampled frames.
 
-    A group has the time stamp of its first frame, and its entry names what is seen at that moment, even if the
-    scene changes within the group. No scene of an order video is so short that this misses it.
+    A group has the time stamp of its first frame, and its entry names what is seen at that moment, even if
+    the scene changes within the group. No scene of an order video is so short that this misses it.
     """
     order = []
     for second in seconds[::pair] if facts.order else ():
