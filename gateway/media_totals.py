@@ -14,6 +14,8 @@ from transom.errors import MediaError
 from transom.gateway.config import GatewayConfig
 from transom.messages import EncodeDone, MediaSize
 
+_DIGITS = 3  # of seconds
+
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
@@ -70,10 +72,11 @@ class MediaTotals:
 
 
 def _check(param: str, total: float, limit: float, unit: str) -> None:
+    total = round(total, _DIGITS)  # three tenths are 0.30000000000000004 in all
     if total > limit:
         text = f"{param}: with this {_show(total)} {unit}, at most {_show(limit)} are allowed in all"
         raise MediaError(text, param=param)
 
 
 def _show(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+    return f"{value:.{_DIGITS}f}".rstrip("0").rstrip(".")

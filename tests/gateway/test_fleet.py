@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any, cast
@@ -253,6 +254,7 @@ def with_items(limits: MediaLimits = LIMITS) -> LiveRequest:
         (({"pixels": 500}, {"pixels": 500}, {"pixels": 1}), "1001 pixels, at most 1000"),
         (({"video_s": 20.0}, {"video_s": 40.0}, {"video_s": 1.0}), "60.5 s of video, at most 60"),
         (({"audio_s": 40.0}, {"audio_s": 50.0}, {"audio_s": 2.0}), "91 s of sound, at most 90"),
+        (({"audio_s": 40.0}, {"audio_s": 50.0}, {"audio_s": 0.04}), "90.02 s of sound, at most 90"),
         (
             ({"visual_tokens": 99}, {"visual_tokens": 1}, {"visual_tokens": 1}),
             "101 visual tokens, at most 100",
@@ -273,6 +275,14 @@ def test_the_item_that_passes_a_limit_of_the_request_is_named(
         request.take()
     assert refused.value.message == f"third: with this {problem} are allowed in all"
     assert refused.value.param == "third"
+
+
+def test_just_the_limit_is_allowed_in_whatever_parts() -> None:
+    request = with_items(dataclasses.replace(LIMITS, video_s=0.3))
+    for number in range(3):
+        size = MediaSize(video_s=0.1)
+        request.on_item_size(ItemSize(request_id="r", item_index=number, size=size))
+    assert not request.has_news()
 
 
 def test_what_came_of_an_item_counts_instead_of_its_claim() -> None:
