@@ -35,7 +35,8 @@ class Validator:
             return None
         etag = headers.get("ETag", "")
         # A weak tag promises the same meaning, not the same bytes.
-        is_strong = etag.startswith('"') and etag.endswith('"') and 2 <= len(etag) <= _MAX_CHARS
+        is_strong = etag.startswith('"') and etag.endswith('"') and len(etag) >= 2
+        is_strong = is_strong and _can_be_sent(etag)
         modified = headers.get("Last-Modified", "")
         dated = modified if _has_rested(modified, headers.get("Date", "")) else None
         if not is_strong and dated is None:
@@ -52,12 +53,17 @@ class Validator:
         return {"If-Modified-Since": self.last_modified}
 
 
+def _can_be_sent(value: str) -> bool:
+    """Say whether a header's value is short and plain: bytes that are no text go over no wire of ours."""
+    return len(value) <= _MAX_CHARS and value.isascii() and value.isprintable()
+
+
 def _has_rested(modified: str, date: str) -> bool:
     try:
         age = parsedate_to_datetime(date) - parsedate_to_datetime(modified)
     except (TypeError, ValueError):
         return False
-    return len(modified) <= _MAX_CHARS and age.total_seconds() >= _REST_S
+    return _can_be_sent(modified) and age.total_seconds() >= _REST_S
 
 
 @dataclass(frozen=True, slots=True)
