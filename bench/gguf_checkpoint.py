@@ -47,6 +47,7 @@ def convert(file: Path, folder: Path) -> None:
     # The library itself refuses to save what it read from a quantised file.
     save_tensors(folder / "model.safetensors", tensors)
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    config["architectures"] = ["Gemma3ForCausalLM"]  # other engines choose the model by it
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
