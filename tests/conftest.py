@@ -24,9 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--disconnects", type=int, default=120, help="clients that go away in the process test (default 120)"
-    )
+    parser.addoption("--disconnects", type=int, default=1000, help="clients that go away (default 1000)")
 
 
 @pytest.fixture(scope="session")

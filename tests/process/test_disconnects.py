@@ -1,6 +1,6 @@
 """Clients that go away at random moments: the pipeline is afterwards as if nobody had asked.
 
-`--disconnects 1000` on pytest's command line makes it a thousand of them.
+A thousand of them take a minute; `--disconnects 100` on pytest's command line is for a quick look.
 """
 
 from __future__ import annotations
