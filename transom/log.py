@@ -17,8 +17,9 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 # Texts of clients and of media servers can be in messages: a line break in one must not begin a record, nor
-# may one command a terminal. JSON itself escapes only those below the blank.
-_JSON_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
+# may one command a terminal or turn the order of a line. JSON itself escapes only those below the blank.
+_TURNING = (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_JSON_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029, *_TURNING)}
 _ESCAPES = {code: f"\\x{code:02x}" for code in range(32)} | _JSON_ESCAPES
 
 

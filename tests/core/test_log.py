@@ -55,3 +55,15 @@ def test_a_text_from_outside_begins_no_record_of_its_own(
     assert written.count(forged) == 24
     assert not any(line.startswith(forged) for line in written.splitlines())
     assert "\x1b" not in written
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_a_text_from_outside_does_not_turn_the_order_of_a_line(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str], json: bool
+) -> None:
+    setup_logging("encoder", json=json)
+    turning = "\u202e\u202d\u2066\u2069\u200f"
+    logging.getLogger("transom.encoder").info("refused %s", turning)
+    written = capsys.readouterr().err
+    assert not set(turning) & set(written)
+    assert "\\u202e" in written
