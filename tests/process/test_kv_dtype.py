@@ -36,7 +36,7 @@ def test_answers_stay_right_and_answers_are_cached(own_pipeline: Any) -> None:
     assert answer == texts.WHO
     # 3 full layers of 2 KV heads, 5 SWA layers of 4: a byte a value, and 4 for the scales of K and of V.
     assert "KV in fp8: full pool" in running.log()
-    assert f"at {3 * 2 * (48 + 32 + 8)} B, SWA pool" in running.log()
+    assert f"({3 * 2 * (48 + 32 + 8)} B each), SWA pool" in running.log()
     status, again = ask(
         running.url,
         question,
