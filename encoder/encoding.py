@@ -95,12 +95,12 @@ class Encoding:
     def join(self, on_size: Callable[[MediaSize], None] = lambda _: None) -> Reader:
         """Start reading from the first chunk. `on_size` is told the item's size now and as it grows.
 
-        Not of an encoding that is done: its size stands. It must not raise.
+        It must not raise.
         """
         assert self.joinable
         reader = Reader(on_size)
         self._open.append(reader)
-        if not self.done and self.size != MediaSize():
+        if self.size != MediaSize():
             on_size(self.size)
         return reader
 

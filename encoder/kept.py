@@ -116,7 +116,8 @@ class KeptEncodings:
         """Publish all chunks of an entry as the encoding's. Ends the lease; the chunks hold its bytes."""
         encoding.cache_hit = True
         with lease:
-            chunks, encoding.notes, encoding.size = unpack(lease)
+            chunks, encoding.notes, size = unpack(lease)
+        encoding.measure(size)  # before the first chunk: a clip takes its time to send
         for chunk in chunks:
             await encoding.publish(chunk)
 

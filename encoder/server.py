@@ -232,7 +232,7 @@ class EncoderStage(Stage):
         finally:
             encoding.leave(reader)
             self._flights.stop_if_abandoned(encoding)
-        self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
+        await self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
     def _tell_size(self, job: EncodeJob, size: MediaSize) -> None:
         """Tell how large an item is; it also stands at the end of the item, so that this may be lost."""
@@ -240,7 +240,8 @@ class EncoderStage(Stage):
         with contextlib.suppress(TransomError):
             self._transport.send(job.gateway, message)
 
-    def _tell_done(self, item: Item, encoding: Encoding, *, is_hit: bool) -> None:
+    async def _tell_done(self, item: Item, encoding: Encoding, *, is_hit: bool) -> None:
+        """Tell what came of an item. The gateway gives out no answer before it has heard it."""
         job = item.job
         self._hits += is_hit
         self._misses += not is_hit
@@ -264,7 +265,7 @@ class EncoderStage(Stage):
             size=encoding.size,
         )
         self._metrics.served(job.modality, timings, is_hit=is_hit)
-        self._transport.send(job.gateway, done)
+        await self._transport.send_wait(job.gateway, done)
 
     def _fail(self, item: Item, error: TransomError) -> None:
         """Tell the failure; the request's other items have no use any more."""

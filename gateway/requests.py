@@ -82,6 +82,16 @@ class LiveRequest:
             visual_tokens = chunk.prompt.image_tokens + chunk.prompt.video_tokens
             self._count(lambda totals: totals.note_prompt(visual_tokens))
         self.timings_ms.update(chunk.timings_ms)
+        self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        """Give out what is complete so far, unless an item is still to come in: with it, it may be too much.
+
+        Encoders tell what came of an item right after its last chunk: before prefill can have an answer, but
+        over another connection.
+        """
+        if self.done or self.error is not None or len(self.encode_done) < len(self.encoders):
+            return
         while (ready := self._parked.pop(self._next_index, None)) is not None:
             self._ordered.append(ready)
             self._unread_bytes += _held_bytes(ready)
@@ -115,6 +125,8 @@ class LiveRequest:
             self._uncount(work)
             self.encode_done[message.item_index] = message
             self._count(lambda totals: totals.note_done(message))
+            if self._parked:
+                self._put_in_order()
 
     def on_item_size(self, message: ItemSize) -> None:
         """Take note of how large an item is; most come before anything is decoded."""

@@ -174,7 +174,7 @@ class MediaSize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ItemSize(msgspec.Struct, frozen=True, kw_only=True, tag="item_size"):
-    """encoder -> gateway: the size of an item, as soon as its header is read; again whenever it grows."""
+    """encoder -> gateway: an item's size as soon as header or cache tell it; again whenever it grows."""
 
     request_id: str
     item_index: int
@@ -182,7 +182,10 @@ class ItemSize(msgspec.Struct, frozen=True, kw_only=True, tag="item_size"):
 
 
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="encode_done"):
-    """encoder -> gateway: the last chunk of an item has been handed to the transport."""
+    """encoder -> gateway: the last chunk of an item has been handed to the transport.
+
+    No output of the request leaves the gateway before it: what the item has counts for the verdict on all.
+    """
 
     request_id: str
     item_index: int

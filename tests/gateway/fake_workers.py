@@ -23,6 +23,7 @@ from transom.messages import (
     EncodeJob,
     KVHandoff,
     MediaPart,
+    MediaSize,
     Message,
     Ping,
     Pong,
@@ -122,6 +123,8 @@ class Script:
     encode_error: ErrorInfo | None = None
     logprobs: bool = False
     notes: tuple[str, ...] = ()  # what encoders remark
+    size: MediaSize = field(default_factory=MediaSize)  # what they say of each item at its end
+    done_when: asyncio.Event | None = None  # holds back that they are done, not what they made
 
 
 @dataclass
@@ -191,6 +194,8 @@ class ScriptedFleet:
                 rows=TensorMeta("float32", (ROWS, 2)),
             )
             send(job.reply_to, chunk, [bytes(ROWS * 2 * 4)])
+            if self.script.done_when is not None:
+                await self.script.done_when.wait()
             done = EncodeDone(
                 request_id=job.request_id,
                 item_index=job.item_index,
@@ -200,6 +205,7 @@ class ScriptedFleet:
                 notes=self.script.notes,
                 timings_ms={"total": 1.0},
                 spans=(("decode", 0.0, 0.4), ("forward", 0.3, 0.5), ("send", 0.8, 0.2)),
+                size=self.script.size,
             )
             send(job.gateway, done)
 

@@ -15,7 +15,8 @@ from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ROWS, Script, ScriptedFleet, ScriptedWorker
 from tests.gateway.test_chat import PIXEL, user
 from transom.errors import DeadlineError, ErrorInfo, OverloadedError
-from transom.messages import Abort, EncodeJob, KVHandoff, PrefillJob, TokenChunk, TokenLogprob
+from transom.gateway.requests import LiveRequest
+from transom.messages import Abort, EncodeJob, KVHandoff, MediaSize, PrefillJob, TokenChunk, TokenLogprob
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 WITH_IMAGE: dict[str, Any] = {"messages": user([{"type": "image_url", "image_url": {"url": PIXEL}}])}
@@ -202,6 +203,44 @@ async def test_visual_tokens_are_counted_over_all_items(start_fleet: FleetFactor
     assert error["param"].startswith("messages")
     assert error["message"].startswith(f"{error['param']}: with this {3 * ROWS} visual tokens")
     assert f"at most {2 * ROWS} are allowed in all" in error["message"]
+    await until_idle(fleet)
+
+
+async def until_answered(fleet: ScriptedFleet) -> None:
+    """Return when the gateway has got a first token of any request."""
+    async with asyncio.timeout(10):
+        while True:
+            if any(isinstance(one, LiveRequest) and one.stats for one in fleet.stage._table._live.values()):
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pixels", [500, 501])
+async def test_no_token_goes_out_before_all_items_are_known_to_be_allowed(
+    start_fleet: FleetFactory, stream: bool, tokens: int, pixels: int
+) -> None:
+    """An encoder's last word may come after the answer: over another connection, from its cache in one go."""
+    fleet = await start_fleet(max_request_pixels=1000)
+    fleet.script = Script(size=MediaSize(pixels=pixels), done_when=asyncio.Event())
+    picture = {"type": "image_url", "image_url": {"url": PIXEL}}
+    body = {"messages": user([picture, picture]), "stream": stream, "max_tokens": tokens}
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.post(f"{fleet.url}/v1/chat/completions", json=body))
+        await until_answered(fleet)
+        assert not asking.done()
+        fleet.script.done_when.set()
+        async with await asking as response:
+            text = await response.text()
+    if pixels == 500:
+        assert response.status == 200
+        assert '"content":"h' in text
+    else:
+        assert response.status == 400
+        assert (
+            "with this 1002 pixels, at most 1000 are allowed in all" in json.loads(text)["error"]["message"]
+        )
     await until_idle(fleet)
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -237,6 +238,16 @@ def chunk(index: int, count: int = 1, **more: Any) -> TokenChunk:
     return TokenChunk(request_id="r", index=index, token_ids=list(range(index, index + count)), **more)
 
 
+ENCODED = EncodeDone(request_id="r", item_index=0, modality="image", content_key="", media_tokens=1)
+
+
+def encoded(released: list[str] | None = None) -> LiveRequest:
+    """Return a request whose one item is with prefill."""
+    request = live([], [] if released is None else released)
+    request.on_encode_done(ENCODED)
+    return request
+
+
 LIMITS = MediaLimits(pixels=1000, video_s=60.0, audio_s=90.0, visual_tokens=100)
 PARAMS = ("first", "second", "third")
 
@@ -334,8 +345,15 @@ def test_chunks_come_out_in_order_whatever_order_they_came_in(
     order.shuffle(arrivals)
     request = live([], released := [])
     out: list[int] = []
-    for one in arrivals:
-        request.on_chunk(one)
+    told = order.randrange(len(arrivals) + 1)  # how many come before the encoder's last word
+    for number, one in enumerate([*arrivals, None]):
+        if number == told:
+            assert not out
+            request.on_encode_done(ENCODED)
+            for taken in request.take():
+                out += taken.token_ids
+        if one is not None:
+            request.on_chunk(one)
         for taken in request.take():
             out += taken.token_ids
     assert out == list(range(at))
@@ -348,7 +366,7 @@ def test_chunks_come_out_in_order_whatever_order_they_came_in(
 
 
 def test_an_empty_last_chunk_ends_the_answer() -> None:
-    request = live([], [])
+    request = encoded()
     request.on_chunk(chunk(1, 0, finish_reason="stop"))
     assert not request.done
     request.on_chunk(chunk(0))
@@ -358,9 +376,9 @@ def test_an_empty_last_chunk_ends_the_answer() -> None:
 
 def test_a_closed_request_hears_nothing_more() -> None:
     """A stage that was told to stop may answer with an error: that is no failure of the client's request."""
-    request = live([], [])
+    request = encoded()
     request.on_chunk(chunk(0))
-    request.take()
+    assert request.take()
     request.close(lambda address, abort: None, "stop")
     error = ErrorInfo(status=500, code="internal_error", message="aborted")
     request.on_failed(RequestFailed(request_id="r", error=error, stage="decode"))
@@ -369,7 +387,7 @@ def test_a_closed_request_hears_nothing_more() -> None:
 
 
 def test_tokens_come_before_the_error_that_follows_them() -> None:
-    request = live([], [])
+    request = encoded()
     request.on_chunk(chunk(0))
     request.on_lost("d", "decode", "killed")
     assert [one.index for one in request.take()] == [0]
@@ -382,6 +400,8 @@ def test_tokens_come_before_the_error_that_follows_them() -> None:
     [
         ([], ["e", "p", "d"]),
         (["encoded"], ["e", "p", "d"]),
+        ([0, 1], ["e", "p", "d"]),
+        ([0, 1, "encoded"], ["d"]),
         (["encoded", 0], ["p", "d"]),
         (["encoded", 0, 1], ["d"]),
     ],
@@ -390,9 +410,7 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
     def arrive(request: LiveRequest) -> None:
         for one in news:
             if one == "encoded":
-                request.on_encode_done(
-                    EncodeDone(request_id="r", item_index=0, modality="image", content_key="", media_tokens=1)
-                )
+                request.on_encode_done(ENCODED)
             else:
                 request.on_chunk(chunk(one))
 
@@ -410,7 +428,7 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
 
 def test_a_prefill_worker_that_decodes_too_matters_to_the_end() -> None:
     released: list[str] = []
-    request = live([], released)
+    request = encoded(released)
     request.decode = None
     for index in range(3):
         request.on_chunk(chunk(index))
@@ -489,6 +507,13 @@ class RequestMachine(RuleBasedStateMachine):
         exchange = self.open[which % len(self.open)][1]
         for choice in exchange.choices:
             choice.on_chunk(chunk(index, finish_reason="stop" if last else None))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), item=st.integers(0, 1))
+    def encodes(self, which: int, item: int) -> None:
+        exchange = self.open[which % len(self.open)][1]
+        for choice in exchange.choices:
+            choice.on_encode_done(msgspec.structs.replace(ENCODED, item_index=item))
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 5))
