@@ -88,6 +88,9 @@ class FetchProcess:
             raise
         finally:
             self.pending.pop(number, None)
+            # It holds the LostError, whose traceback holds our frame and, from Python 3.12 on, those of who
+            # awaited us: a cycle that would keep what they download in the next try until gc finds it.
+            del future
 
     async def fetch_within(
         self, url: str, known: Validator | None, limit_s: float, grace_s: float
