@@ -3,6 +3,9 @@
 # make lint   ruff and mypy only
 # make docs   write docs/config.md and docs/cli.md from the code
 # make clean  remove the environment and everything built
+#
+# PYTHON=python3.12 names the interpreter of a new environment (default python3), VENV=.venv312 another
+# environment than .venv: each keeps the interpreter that it was made with.
 
 PYTHON ?= python3
 HOST ?= 127.0.0.1
@@ -20,10 +23,10 @@ DEV := $(VENV)/.transom-dev
 .PHONY: help up test lint types pytest docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else "transom needs Python 3.11 or 3.12, $(PYTHON) is " + sys.version)'
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else "transom needs Python 3.11 or 3.12, $(PYTHON) is " + sys.version.split()[0] + ": name another one, as in make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
 # The stamps make a second run start without asking pip anything. Each install names torch's version,
