@@ -23,14 +23,17 @@ BODY = bytes(range(256)) * 8192  # 2 MiB: packed in a thread
 
 
 class Origin:
-    """Serves BODY with an ETag, below `/slow` once `release` is set; calls `killer` for `/poison`."""
+    """Serves BODY with an ETag, below `/slow` once `release` is set; calls `killer` for `/poison`.
+
+    `killer` gets the ports of the connection, the client's first.
+    """
 
     def __init__(self) -> None:
         self.hits: Counter[str] = Counter()
         self.release = asyncio.Event()
         self.arrived = asyncio.Condition()
         self.gone: Counter[str] = Counter()
-        self.killer: Callable[[int], None] = lambda _: None
+        self.killer: Callable[[tuple[int, int]], None] = lambda _: None
         self.base = ""
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -39,7 +42,8 @@ class Origin:
             self.arrived.notify_all()
         if request.path.startswith("/poison"):
             assert request.transport is not None
-            self.killer(request.transport.get_extra_info("peername")[1])
+            ends = (request.transport.get_extra_info(name)[1] for name in ("peername", "sockname"))
+            self.killer((next(ends), next(ends)))
         if request.path.startswith(("/slow", "/poison")):
             try:
                 await self.release.wait()

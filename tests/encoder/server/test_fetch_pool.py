@@ -36,16 +36,17 @@ async def body(pool: FetchPool, url: str) -> bytes:
         download.file.close()
 
 
-def owner_of(port: int, pids: list[int]) -> int:
-    """The process of a pool that has a connection from a local port."""
-    lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
-    inode = next(line.split()[9] for line in lines if line.split()[1].endswith(f":{port:04X}"))
+def owner_of(ports: tuple[int, int], pids: list[int]) -> int:
+    """The process of a pool that has the client's end of a connection."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
+    # Both ends tell: other processes may have connections from the same port to other ones.
+    inode = next(line[9] for line in lines if tuple(int(end.split(":")[1], 16) for end in line[1:3]) == ports)
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if os.readlink(link) == f"socket:[{inode}]":
                     return pid
-    raise AssertionError(f"nobody of {pids} has port {port}")
+    raise AssertionError(f"nobody of {pids} has the connection of {ports}")
 
 
 async def test_bytes_come_in_memory_that_nobody_can_change(origin: Origin) -> None:
@@ -147,7 +148,7 @@ async def test_a_server_that_ends_workers_costs_its_item_alone(
     origin: Origin, number: signal.Signals, kind: type[TransomError], said: str, shared: int
 ) -> None:
     async with running() as pool:
-        origin.killer = lambda port: os.kill(owner_of(port, pool.pids), number)
+        origin.killer = lambda ports: os.kill(owner_of(ports, pool.pids), number)
         others = [asyncio.create_task(body(pool, f"{origin.base}/slow/{one}")) for one in range(2)]
         await origin.until(lambda: len(origin.hits) == 2)
         with pytest.raises(kind, match=said) as caught:
@@ -173,7 +174,7 @@ async def test_suspects_are_downloaded_again_all_at_once(origin: Origin) -> None
     slow = [f"/slow/{one}" for one in range(40)]
     async with running() as pool:
         before = await memory_files()
-        origin.killer = lambda port: os.kill(owner_of(port, pool.pids), signal.SIGSEGV)
+        origin.killer = lambda ports: os.kill(owner_of(ports, pool.pids), signal.SIGSEGV)
         innocent = [asyncio.create_task(body(pool, origin.base + path)) for path in slow]
         await origin.until(lambda: len(origin.hits) == len(slow))
         with pytest.raises(MediaError, match="the download crashed on this item"):
@@ -194,7 +195,7 @@ async def test_suspects_are_downloaded_again_all_at_once(origin: Origin) -> None
 
 async def test_several_killers_in_one_crowd_are_all_found(origin: Origin) -> None:
     async with running() as pool:
-        origin.killer = lambda port: os.kill(owner_of(port, pool.pids), signal.SIGSEGV)
+        origin.killer = lambda ports: os.kill(owner_of(ports, pool.pids), signal.SIGSEGV)
         innocent = [asyncio.create_task(body(pool, f"{origin.base}/slow/{one}")) for one in range(12)]
         await origin.until(lambda: len(origin.hits) == 12)
         killers = [asyncio.create_task(pool.fetch(f"{origin.base}/poison/{one}")) for one in range(4)]
