@@ -142,7 +142,7 @@ def _run_nano(
     model = load_language_model(resolve_model(NANO_NAME), dtype=torch.float32, device=device, mtp=False)
     plan = plan_pools(
         model.config, budget_bytes=250_000_000, dtype_bytes=4, page_size=16, typical_len=512,
-        release_interval=16, chunk=512,
+        release_interval=16, chunk=576,
     )  # fmt: skip
     pools = DualPools(model.config, plan, dtype=torch.float32, device=device)
     first_s: dict[str, float] = {}
@@ -152,7 +152,7 @@ def _run_nano(
             if isinstance(event, TokenEvent):
                 first_s.setdefault(event.request_id, time.perf_counter())
 
-    limits = EngineLimits(512, 64, model.config.max_position_embeddings, 16)
+    limits = EngineLimits(576, 64, model.config.max_position_embeddings, 16)
     retention = RetentionPolicy(pools.window, pools.page_size)
     cache = PrefixCache(pools, NANO_NAME, model.config.eos_token_ids, policy=retention)
     order = make_order(policy, lambda: engine.tokens_per_s / stretch)

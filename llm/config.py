@@ -61,7 +61,9 @@ class LlmConfig(StageConfig):
         512, "context length of a usual request: sets the SWA pool's share of the memory", ge=1
     )
     max_context_len: int = setting(0, "longest prompt plus output; 0: what the model allows", ge=0)
-    max_batch_tokens: int = setting(512, "tokens computed in one step: the chunk of a long prompt", ge=1)
+    max_batch_tokens: int = setting(
+        576, "tokens computed in one step; chunks of long prompts take eight ninths of them at most", ge=1
+    )
     max_running_requests: int = setting(64, "requests computed in one step", ge=1, le=65536)
     overlap: str = setting(
         "auto",

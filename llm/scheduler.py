@@ -39,6 +39,11 @@ class RequestView:
         return self.full_pages + self.shared_pages
 
 
+# The share of a step that only ends of prompts and decoding requests may use: a prompt a little longer than a
+# chunk gets its first token now and not a step later, for a handful of tokens.
+_TAIL_SHARE = 1 / 9
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one step may use, and how positions become pages."""
@@ -47,6 +52,11 @@ class Limits:
     running_requests: int
     page_size: int
     window: int
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens of a step that are left free by chunks which do not finish a prompt."""
+        return int(self.batch_tokens * _TAIL_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +221,7 @@ class _Step:
         """Take a request into the step; return why not."""
         if len(self.tokens) >= self.limits.running_requests:
             return f"{len(self.tokens)} of {self.limits.running_requests} requests are running"
-        if self.budget <= 0:
+        if self._allowance(view) <= 0:
             return f"the step's {self.limits.batch_tokens} tokens are spent"
         if self.retracted and view.shared_pages:
             # Those may have kept its cached pages in use, which would count as free now, and as its own.
@@ -282,7 +292,12 @@ class _Step:
     def _affordable(self, view: RequestView) -> int:
         """Return how many of the request's ready tokens budget and free pages allow."""
         slots = (view.table_pages + min(self.full, self.swa)) * self.limits.page_size - view.stored_len
-        return max(0, min(view.ready_len, self.budget, slots))
+        return max(0, min(view.ready_len, self._allowance(view), slots))
+
+    def _allowance(self, view: RequestView) -> int:
+        """Return how many of its tokens the budget allows: the whole of it only to finish the prompt."""
+        finishes = view.stored_len + view.ready_len >= view.known_len and view.ready_len <= self.budget
+        return self.budget if finishes else self.budget - self.limits.tail_tokens
 
     def _take(self, view: RequestView, count: int) -> None:
         if count <= 0:

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from transom.errors import ErrorInfo
+from transom.kernels.native_ops import NativeOps
+from transom.kernels.ops import FusedOps
 from transom.llm.capacity import PoolPlan
 from transom.llm.decode_graphs import DecodeGraphs
 from transom.llm.engine import Engine, EngineLimits
 from transom.llm.model.attention import PackedAttention
+from transom.llm.model.causal_lm import CausalLM
 from transom.llm.model.config import MiMoV2Config
-from transom.llm.model.fused import FusedModel
+from transom.llm.model.fused import FusedModel, fused
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.policies import make_order
 from transom.llm.pools import DualPools
@@ -167,6 +170,23 @@ def assert_greedy_output(
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., list[int]]:
     return greedy_reference
+
+
+def fuse_model(model: CausalLM, ops: FusedOps) -> FusedModel:
+    """Put a model on kernels which must have it."""
+    found = fused(model, ops)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def fuse() -> Callable[[CausalLM, FusedOps], FusedModel]:
+    return fuse_model
+
+
+@pytest.fixture(scope="module")
+def native(model: MiMoV2ForCausalLM, native_ops: NativeOps) -> FusedModel:
+    return fuse_model(model, native_ops)
 
 
 @pytest.fixture(scope="session")

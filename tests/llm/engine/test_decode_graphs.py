@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transom.errors import ConfigError
 from transom.kernels.kv_rows import FP8
 from transom.kernels.native_ops import NativeOps
-from transom.kernels.ops import FusedOps
 from transom.kernels.triton_ops import DeviceTables, TritonOps
 from transom.llm.build import build_engine
 from transom.llm.config import PrefillConfig
 from transom.llm.decode_graphs import DecodeGraphs
 from transom.llm.graph_sizes import capture_within, graph_sizes, padded_size
-from transom.llm.model.fused import FusedModel, fused
+from transom.llm.model.fused import FusedModel
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.pools import DualPools, RequestKV
 from transom.llm.request import Drop, Request, Start
@@ -30,18 +29,8 @@ from transom.messages import Sampling
 Make = Callable[..., Any]
 Check = Callable[..., None]
 Pools = Callable[..., DualPools]
+Fuse = Callable[..., FusedModel]
 Models = Callable[..., MiMoV2ForCausalLM]
-
-
-def fuse(model: MiMoV2ForCausalLM, ops: FusedOps) -> FusedModel:
-    found = fused(model, ops)
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def native(model: MiMoV2ForCausalLM, native_ops: NativeOps) -> FusedModel:
-    return fuse(model, native_ops)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -236,6 +225,7 @@ def test_triton_takes_a_padded_batch_and_asks_the_host_for_nothing(
     make_pools: Pools,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
+    fuse: Fuse,
 ) -> None:
     """Experts, both kinds of layers, more than one page and a window behind: as the plain step has it."""
     model = make_model(num_hidden_layers=2, hybrid_layer_pattern=[1, 0], moe_layer_freq=[0, 1])
@@ -343,7 +333,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs nee
 
 @cuda
 def test_recorded_steps_give_the_tokens_of_the_plain_run(
-    make_model: Models, triton_ops: TritonOps, make_pools: Pools, make_harness: Make
+    make_model: Models, triton_ops: TritonOps, make_pools: Pools, make_harness: Make, fuse: Fuse
 ) -> None:
     """Captured, replayed in all sizes amid retractions and prompts; a cap leaves sizes out."""
     native = fuse(make_model().to(triton_ops.device), triton_ops)

@@ -15,23 +15,13 @@ from transom.kernels.native_ops import NativeOps
 from transom.kernels.ops import FusedOps
 from transom.llm.model.attention import PackedAttention
 from transom.llm.model.causal_lm import CausalLM
-from transom.llm.model.fused import FusedModel, fused
+from transom.llm.model.fused import FusedModel
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
 from transom.llm.model.registry import config_from_dict, new_model
 from transom.llm.pools import DualPools, RequestKV
 
 Pools = Callable[..., DualPools]
-
-
-def fuse(model: CausalLM, ops: FusedOps) -> FusedModel:
-    found = fused(model, ops)
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def native(model: MiMoV2ForCausalLM, native_ops: NativeOps) -> FusedModel:
-    return fuse(model, native_ops)
+Fuse = Callable[..., FusedModel]
 
 
 def uncached(model: CausalLM, prompt: torch.Tensor) -> torch.Tensor:
@@ -152,7 +142,7 @@ def test_greedy_tokens_are_those_of_the_uncached_torch_run(
 
 
 def test_triton(
-    make_model: Callable[..., MiMoV2ForCausalLM], triton_ops: FusedOps, make_pools: Pools
+    make_model: Callable[..., MiMoV2ForCausalLM], triton_ops: FusedOps, make_pools: Pools, fuse: Fuse
 ) -> None:
     """The same model code over Triton's kernels: a chunk, a token, and rows of the last layer left out."""
     model = make_model(num_hidden_layers=2, hybrid_layer_pattern=[1, 0], moe_layer_freq=[0, 1])
@@ -176,7 +166,7 @@ def test_triton(
 
 
 def test_a_dense_model_with_sinks_everywhere(
-    make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps, make_pools: Pools
+    make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps, make_pools: Pools, fuse: Fuse
 ) -> None:
     model = make_model(
         moe_layer_freq=[0] * 5, add_full_attention_sink_bias=True, hybrid_layer_pattern=[1, 0, 1, 1, 0],
@@ -190,7 +180,7 @@ def test_a_dense_model_with_sinks_everywhere(
         torch.testing.assert_close(hidden, uncached(model, prompt), atol=3e-5, rtol=1e-4)
 
 
-def test_gemma_3(native_ops: NativeOps, make_pools: Pools) -> None:
+def test_gemma_3(native_ops: NativeOps, make_pools: Pools, fuse: Fuse) -> None:
     """Norms of queries and keys, norms behind both parts, GeGLU, scaled embeddings, tied head."""
     config = {
         "model_type": "gemma3_text", "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72,
@@ -212,7 +202,7 @@ def test_gemma_3(native_ops: NativeOps, make_pools: Pools) -> None:
 
 
 def test_bfloat16(
-    make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps, make_pools: Pools
+    make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps, make_pools: Pools, fuse: Fuse
 ) -> None:
     """Half-precision weights and KV: as close to fp32 as torch's bfloat16 run is."""
     exact, half = make_model(), make_model().to(torch.bfloat16)
@@ -230,7 +220,7 @@ def test_bfloat16(
 
 
 def test_a_checkpoint_in_bf16_is_kept_in_bf16(
-    make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps
+    make_model: Callable[..., MiMoV2ForCausalLM], native_ops: NativeOps, fuse: Fuse
 ) -> None:
     """Run in fp32 its weights lose nothing by it, and take half the memory traffic."""
     model = make_model()

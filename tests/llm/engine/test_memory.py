@@ -106,7 +106,7 @@ def test_swa_slots_of_a_64k_token_request(
             peak = max(peak, harness.engine.load()["swa_used_slots"])
         return peak
 
-    assert chunk <= run("long", prompt, 300) <= bound * page_size
+    assert chunk * 8 // 9 <= run("long", prompt, 300) <= bound * page_size
     half = harness.tokens["long"][:150]
     # A window, the half that is computed anew behind the cached prompt, and the pages that both end on.
     assert run("again", [*prompt, *half], 150) <= window + 150 + 3 * page_size

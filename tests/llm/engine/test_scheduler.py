@@ -205,6 +205,35 @@ def test_the_reason_to_wait_is_told(free: FreePages, limits: Limits, hold: str, 
     assert plan.admit == (() if reason else ("next",))
 
 
+def test_the_last_tokens_of_a_prompt_cost_no_step_of_their_own() -> None:
+    """A ninth of a step is for ends of prompts: not for middle chunks, nor for what waits for media."""
+    limits = Limits(36, 4, PAGE_SIZE, WINDOW)  # chunks of 32
+    free = FreePages(99, 99)
+
+    def steps(*line: RequestView) -> dict[str, int]:
+        return plan_step([], list(line), free, limits, now_s=9.0).steps
+
+    assert steps(view("ends", known_len=36, ready_len=36)) == {"ends": 36}
+    assert steps(view("long", known_len=37, ready_len=37)) == {"long": 32}
+    assert steps(view("picture", known_len=60, ready_len=36)) == {"picture": 32}
+    long, short = view("long", known_len=70, ready_len=70), view("short", known_len=4, ready_len=4)
+    assert steps(long, short) == {"long": 32, "short": 4}
+    # In line nobody is passed by: the second long one waits, and so does what comes after it.
+    line = [
+        view("first", known_len=32, ready_len=32),
+        replace(long, arrived_s=1.0),
+        replace(short, arrived_s=2.0),
+    ]
+    plan = plan_step([], line, free, limits, now_s=9.0)
+    assert plan.steps == {"first": 32}
+    assert plan.waiting_reason == "the step's 36 tokens are spent"
+    running = [
+        view("long", known_len=70, stored_len=4, ready_len=66, full_pages=1, swa_pages=1),
+        view("tail", known_len=43, stored_len=40, ready_len=3, full_pages=10, swa_pages=3),
+    ]
+    assert plan_step(running, [], free, limits, now_s=9.0).steps == {"long": 32, "tail": 3}
+
+
 def test_a_wait_for_embeddings_blocks_nobody() -> None:
     """What waits for its picture is skipped in line and gives its pages up when another needs them."""
     parked = view("parked", ready_len=0, stored_len=10, full_pages=3, swa_pages=3)
@@ -296,11 +325,11 @@ def test_short_prompts_pass_a_long_one_under_way() -> None:
         )
         for policy in ("fewest-uncached", "fcfs")
     ]
-    assert [plan.steps for plan in plans] == [{"short": 12, "long": 4}, {"long": 16}]
+    assert [plan.steps for plan in plans] == [{"short": 12, "long": 3}, {"long": 15}]
     waited = replace(long, arrived_s=-200.0)
     order = make_order("fewest-uncached", lambda: 100.0)
     plan = plan_step([waited], [short], FreePages(9999, 9999), LIMITS, now_s=1.0, order=order)
-    assert plan.steps == {"long": 16}
+    assert plan.steps == {"long": 15}
     assert plan.waiting_reason == "the step's 16 tokens are spent"
 
 

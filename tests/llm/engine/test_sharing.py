@@ -126,7 +126,9 @@ def test_other_tenants_share_nothing(model: MiMoV2ForCausalLM, make_harness: Mak
     for salt in "ab":
         harness.submit(salt, prompt_of(40), hands_off=True, cache_salt=salt)
     harness.engine.step()
-    assert harness.engine.load()["computed_tokens"] == 64  # both at once, no one waits
+    assert (
+        harness.engine.load()["computed_tokens"] == 40 + 17
+    )  # both at once, no one waits: a step has 64, of which 7 only to end a prompt
     harness.run()
     assert harness.engine.load()["computed_tokens"] == 80
 

@@ -41,7 +41,7 @@ def test_plan_as_text_is_plain_and_narrow(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "smallest EP for 64 x 131072 tokens: single pool 64, dual pools 16"
     row = next(line.split() for line in lines if line.startswith(" 16 "))
-    assert row == ["16", "92.998", "33.699", "0", "1,504,000", "64", "10,396,160"]
+    assert row == ["16", "92.998", "33.679", "0", "1,503,232", "64", "10,383,616"]
     assert all(line.isascii() and len(line) <= 110 for line in lines)
 
 
