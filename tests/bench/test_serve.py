@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from transom.bench import serve, serve_load, serve_report
 from transom.bench.processes import Child
 from transom.cli import main
@@ -154,7 +155,7 @@ def test_a_run_against_the_static_baseline(server: str, tmp_path: Path) -> None:
             "--shared-tokens", "3", "--output-tokens", "6", "--token-ids", "1:20", "--rounds", "2",
             "--out", str(rows), "--json",
         ],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)

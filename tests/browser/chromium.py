@@ -18,6 +18,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.patience import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
     "--headless=new", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -45,14 +47,14 @@ def running_chromium(executable: str, folder: Path) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def _port(process: subprocess.Popen[bytes], folder: Path) -> int:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s and process.poll() is None:
         with contextlib.suppress(OSError, ValueError, IndexError):
             return int((folder / "DevToolsActivePort").read_text().split()[0])
@@ -103,7 +105,7 @@ class Page:
         """Load a page; return when it has said that all of it is there."""
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await self._loaded.wait()
 
     async def js(self, expression: str) -> Any:
@@ -115,7 +117,7 @@ class Page:
             raise RuntimeError(str(done["exceptionDetails"]))
         return done["result"].get("value")
 
-    async def until(self, condition: str, timeout_s: float = 30.0) -> None:
+    async def until(self, condition: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until an expression is true; the page looks at it before each frame that it draws."""
         limit_ms = timeout_s * 1000
         met = await self.js(

@@ -13,7 +13,7 @@ from transom.errors import MediaError
 from transom.messages import Abort, EncodeJob, PrefillJob
 from transom.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 async def ask(page: Page, text: str) -> None:
@@ -123,8 +123,7 @@ async def test_a_long_answer_is_followed_but_never_pulls_back(page: Page, fleet:
     edge = "document.querySelector('#composer').getBoundingClientRect().top"
     await ask(page, "At length")
     await answered(page)
-    assert await page.js("scrollY") > 0
-    assert await page.js(f"{foot} <= {edge} + 1")
+    await page.until(f"scrollY > 0 && {foot} <= {edge} + 1")  # it follows with the next frame
     await page.js("scrollTo(0, 0)")
     fleet.prefills[0].load = {"running_requests": 1.0}  # whatever is drawn meanwhile
     await page.until("document.querySelector('#fleet').innerText.includes('1 running')")

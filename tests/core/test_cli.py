@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.patience import PATIENCE_S
 from transom import __version__
 from transom.cli import build_parser, main
 from transom.commands import doctor, up
@@ -103,7 +104,11 @@ def test_wrong_arguments_are_one_line_and_code_2(
 ) -> None:
     if argv[:1] == ("encoder",):  # a stage process ends itself: run it as one
         done = subprocess.run(
-            [sys.executable, "-m", "transom", *argv], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-m", "transom", *argv],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
@@ -328,7 +333,7 @@ def test_output_is_plain_off_a_terminal() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "transom", "health", "127.0.0.1:9"],
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "TERM": "xterm-256color"},
     )
@@ -353,6 +358,6 @@ def test_a_stage_gives_back_at_its_end_what_the_process_holds(tmp_path: Path) ->
         "import atexit\nfrom transom.cli import main\natexit.register(print, 'given back', flush=True)\n"
         f"main(['encoder', '--model', {str(tmp_path / 'none')!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1] == "given back"

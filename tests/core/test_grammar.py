@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 import transom.grammar as grammar_module
+from tests.patience import PATIENCE_S
 from transom.errors import OverloadedError, RequestError, TransomError
 from transom.grammar import GrammarCompiler, grammar_tokenizer
 from transom.hub import resolve_model
@@ -92,18 +93,21 @@ async def test_a_slow_compile_holds_up_nobody_and_ends_at_its_deadline(
 ) -> None:
     monkeypatch.setattr(grammar_module, "_DEADLINE_S", 0.2)
     monkeypatch.setattr(grammar_module, "_MAX_COMPILING", 3)
-    go_on = threading.Event()
+    go_on, begun = threading.Event(), threading.Semaphore(0)
 
     compile_now = compiler._compile
 
     def slow(text: str) -> LLMatcher | str:
+        begun.release()
         go_on.wait()
         return compile_now(text)
 
     monkeypatch.setattr(compiler, "_compile", slow)
     try:
         waiting = [asyncio.create_task(compiler.matcher(grammar(word))) for word in "abc"]
-        await asyncio.sleep(0)  # the loop is free: the three have begun
+        await asyncio.sleep(0)  # the loop is free: the three have been taken
+        for _ in range(2):
+            begun.acquire()  # before the loop looks at its deadlines: the threads may have been slow to begin
         with pytest.raises(OverloadedError, match="3 schemas are being compiled"):
             await compiler.matcher(grammar("d"))
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -111,7 +115,7 @@ async def test_a_slow_compile_holds_up_nobody_and_ends_at_its_deadline(
         assert [type(result) for result in results] == [RequestError, RequestError, OverloadedError]
         assert "takes longer than 0.2 s" in str(results[0])
         go_on.set()
-        monkeypatch.setattr(grammar_module, "_DEADLINE_S", 20.0)
+        monkeypatch.setattr(grammar_module, "_DEADLINE_S", PATIENCE_S)
         await compiler.matcher(grammar("a"))
     finally:
         go_on.set()

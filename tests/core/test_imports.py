@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAGES = ("gateway", "encoder", "llm", "shared_cache", "kernels", "nano", "bench")
 
@@ -139,7 +141,7 @@ def loaded_by(code: str) -> set[str]:
         [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=True,
         cwd=ROOT,
     )

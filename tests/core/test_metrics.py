@@ -66,7 +66,6 @@ def test_state_follows_the_process() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(60)
 async def test_every_stage_process_serves_them(tiny_stage: tuple[str, ...]) -> None:
     process = await create_subprocess_exec(*tiny_stage, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:

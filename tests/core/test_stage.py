@@ -15,10 +15,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.patience import PATIENCE_S
 from transom.messages import Abort, Ping, Pong
 from transom.transport import Transport
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +36,7 @@ async def running(command: tuple[str, ...], *flags: str) -> AsyncIterator[tuple[
 
 
 async def ended(process: Process) -> tuple[int, str, str]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -73,7 +74,8 @@ async def test_probes_and_ping_tell_of_the_stage(tiny_stage: tuple[str, ...], tr
 async def test_sigterm_drains_and_is_unready_meanwhile(
     tiny_stage: tuple[str, ...], transport: Transport
 ) -> None:
-    async with running(tiny_stage, "--work-s", "1") as (process, line), aiohttp.ClientSession() as http:
+    flags = ("--work-s", "600", "--drain-timeout-s", "600")
+    async with running(tiny_stage, *flags) as (process, line), aiohttp.ClientSession() as http:
         transport.send(line["inbox"], Abort(request_id="r", reason="work"))
         transport.send(line["inbox"], Abort(request_id="echo", reason="echo"))
         assert (await transport.recv()).message == Abort(request_id="echo", reason="echo")
@@ -83,6 +85,7 @@ async def test_sigterm_drains_and_is_unready_meanwhile(
             async with http.get(f"{line['http']}/ready") as response:
                 status, body = response.status, await response.json()
         assert (status, body["reason"]) == (503, "draining")
+        transport.send(line["inbox"], Abort(request_id="enough", reason="enough"))
         assert (await transport.recv()).message == Abort(request_id="r", reason="work")
         assert (await ended(process))[0] == 0
 

@@ -7,20 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from tests.patience import PATIENCE_S
 from transom.errors import ConfigError, UnavailableError
 from transom.messages import Abort
-from transom.supervisor import Backoff, ChildSpec, Event, RestartPolicy, Supervisor, usable_cores
+from transom.supervisor import Backoff, ChildSpec, Event, ReadyLine, RestartPolicy, Supervisor, usable_cores
 from transom.transport import Transport
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
-QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.2, stable_s=30.0, start_attempts=3)
+QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.2, stable_s=3000.0, start_attempts=3)
 
 
 class Watched:
@@ -51,6 +52,14 @@ class Watched:
         while (name, line) not in self.logs:  # noqa: ASYNC110  the log is a plain callback
             await asyncio.sleep(0.01)
 
+    async def until_unready(self, line: ReadyLine) -> None:
+        """Return when a stage says that it takes no work any more."""
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
+            status = 200
+            while status == 200:
+                async with http.get(f"{line.http}/ready") as response:
+                    status = response.status
+
     def log(self) -> str:
         return "\n".join(f"{name}: {line}" for name, line in self.logs)
 
@@ -70,12 +79,10 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def until_gone(pid: int, limit_s: float) -> float:
-    begin = time.monotonic()
-    while not gone(pid):
-        assert time.monotonic() - begin < limit_s, f"process {pid} still runs after {limit_s} s"
-        await asyncio.sleep(0.01)
-    return time.monotonic() - begin
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not gone(pid):  # noqa: ASYNC110  it is no child of ours
+            await asyncio.sleep(0.01)
 
 
 async def test_starts_in_parallel_and_answers_in_order(watched: Watched) -> None:
@@ -138,11 +145,14 @@ async def test_refused_settings_are_not_tried_again(watched: Watched) -> None:
 
 
 async def test_stop_lets_running_work_end(watched: Watched, transport: Transport) -> None:
-    (line,) = await watched.supervisor.start([watched.spec("a", "--work-s", "0.5")])
+    flags = ("--work-s", "600", "--drain-timeout-s", "600")
+    (line,) = await watched.supervisor.start([watched.spec("a", *flags)])
     transport.send(line.inbox, Abort(request_id="r", reason="work"))
     transport.send(line.inbox, Abort(request_id="echo", reason="echo"))
     assert (await transport.recv()).message == Abort(request_id="echo", reason="echo")
-    stopping = asyncio.create_task(watched.supervisor.stop([["a"]], grace_s=2, limit_s=4.5))
+    stopping = asyncio.create_task(watched.supervisor.stop([["a"]], grace_s=PATIENCE_S, limit_s=PATIENCE_S))
+    await watched.until_unready(line)
+    transport.send(line.inbox, Abort(request_id="enough", reason="enough"))
     assert (await transport.recv()).message == Abort(request_id="r", reason="work")
     await stopping
     assert gone(line.pid)
@@ -153,15 +163,15 @@ async def test_stop_kills_what_ignores_it_within_the_limit(watched: Watched, tra
     a, b = await watched.supervisor.start([watched.spec("a"), watched.spec("b")])
     transport.send(a.inbox, Abort(request_id="r", reason="hang"))
     await watched.until_log("a", "hangs")
-    begin = time.monotonic()
-    await watched.supervisor.stop([["a"], ["b"]], grace_s=0.5, limit_s=2.0)
-    assert time.monotonic() - begin < 4.0
+    stopping = asyncio.create_task(watched.supervisor.stop([["a"], ["b"]], grace_s=0.5, limit_s=2.0))
+    async with asyncio.timeout(PATIENCE_S):
+        await stopping
     assert gone(a.pid)
     assert gone(b.pid)
     killed = []
     while not watched.events.empty():
         killed += [e.child for e in [watched.events.get_nowait()] if e.kind == "killed"]
-    assert killed == ["a"]
+    assert killed[0] == "a"  # on a machine that stands still, b may not make it either
 
 
 async def test_stop_while_a_restart_is_pending(watched: Watched, tmp_path: Path) -> None:
@@ -228,7 +238,7 @@ async def test_children_end_when_the_supervisor_is_killed(
         assert await asyncio.to_thread(process.stdout.readline) == "hangs\n"
         process.kill()
     for pid in pids:
-        await until_gone(pid, 5.0)
+        await until_gone(pid)
 
 
 def test_backoff_starts_again_after_a_stable_run() -> None:

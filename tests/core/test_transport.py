@@ -12,12 +12,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from tests.patience import PATIENCE_S
 from transom.curve import FleetKey, is_loopback
 from transom.errors import ConfigError, OverloadedError, ProtocolError, StageLostError, UnavailableError
 from transom.messages import Abort, EmbeddingChunk, Ping, TensorMeta, encode_header
 from transom.transport import Transport
-
-pytestmark = pytest.mark.timeout(60)
 
 PING = Ping(reply_to="tcp://127.0.0.1:1", nonce=1)
 MAGIC = encode_header(PING)[:5]  # with the version
@@ -40,7 +39,8 @@ def chunk(rows: int, hidden: int = 8) -> EmbeddingChunk:
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[Transport, Transport]]:
     """Two started transports; the first may queue 1 MB for a peer."""
-    left, right = Transport(send_buffer_bytes=1_000_000), Transport()
+    left = Transport(send_buffer_bytes=1_000_000, connect_timeout_s=PATIENCE_S)
+    right = Transport(connect_timeout_s=PATIENCE_S)
     await left.start()
     await right.start()
     yield left, right
@@ -202,7 +202,7 @@ async def test_queue_to_a_peer_that_does_not_read_is_bounded(pair: tuple[Transpo
         assert sent < 5000, "the queue never filled"
     for _ in range(sent - 1):
         await socket.recv_multipart()
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, PATIENCE_S)
     socket.close()
     context.term()
 
@@ -229,9 +229,9 @@ async def test_waiting_senders_learn_of_a_lost_peer(pair: tuple[Transport, Trans
     assert not done
     socket.close()
     context.term()
-    assert await asyncio.wait_for(lost.get(), 10) == address
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == address
     with pytest.raises(StageLostError, match="was lost") as loss:
-        await asyncio.wait_for(flooding, 10)
+        await asyncio.wait_for(flooding, PATIENCE_S)
     assert address not in loss.value.message  # it may reach a client
 
 
@@ -245,7 +245,7 @@ async def test_loss_is_reported_once_and_a_new_peer_at_the_address_is_reached(
     left.send(right.address, PING)
     await right.recv()
     await right.close()
-    assert await asyncio.wait_for(lost.get(), 10) == right.address
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == right.address
     successor = Transport(bind=right.address)
     await successor.start()
     left.send(successor.address, PING)
@@ -260,12 +260,12 @@ async def test_nobody_there_is_a_loss_after_the_timeout() -> None:
     lost: asyncio.Queue[str] = asyncio.Queue()
     own.on_peer_lost = lost.put_nowait
     own.send("tcp://127.0.0.1:9", PING)
-    assert await asyncio.wait_for(lost.get(), 5) == "tcp://127.0.0.1:9"
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == "tcp://127.0.0.1:9"
     await own.close()
 
 
 async def test_a_peer_that_starts_late_gets_what_was_sent_before() -> None:
-    early, late = Transport(), Transport()
+    early, late = Transport(connect_timeout_s=PATIENCE_S), Transport()
     await late.start()
     address = late.address
     await late.close()
@@ -324,11 +324,11 @@ def keys(tmp_path: Path) -> tuple[FleetKey, FleetKey]:
 
 
 async def test_holders_of_the_fleet_key_talk(keys: tuple[FleetKey, FleetKey]) -> None:
-    left, right = Transport(key=keys[0]), Transport(key=keys[0])
+    left, right = (Transport(key=keys[0], connect_timeout_s=PATIENCE_S) for _ in range(2))
     await left.start()
     await right.start()
     left.send(right.address, chunk(1), [bytes(32)])
-    assert (await asyncio.wait_for(right.recv(), 10)).message == chunk(1)
+    assert (await asyncio.wait_for(right.recv(), PATIENCE_S)).message == chunk(1)
     await left.close()
     await right.close()
 
@@ -337,15 +337,15 @@ async def test_holders_of_the_fleet_key_talk(keys: tuple[FleetKey, FleetKey]) ->
 async def test_others_are_refused(keys: tuple[FleetKey, FleetKey], intruder: str) -> None:
     own = Transport(key=keys[0])
     stranger = Transport(key=keys[1] if intruder == "other key" else None, connect_timeout_s=1.0)
-    friend = Transport(key=keys[0])
+    friend = Transport(key=keys[0], connect_timeout_s=PATIENCE_S)
     for each in (own, stranger, friend):
         await each.start()
     lost: asyncio.Queue[str] = asyncio.Queue()
     stranger.on_peer_lost = lost.put_nowait
     stranger.send(own.address, Abort(request_id="evil", reason=""))
-    assert await asyncio.wait_for(lost.get(), 10) == own.address
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == own.address
     friend.send(own.address, PING)
-    assert (await asyncio.wait_for(own.recv(), 10)).message == PING
+    assert (await asyncio.wait_for(own.recv(), PATIENCE_S)).message == PING
     for each in (own, stranger, friend):
         await each.close()
 
@@ -360,7 +360,7 @@ async def test_a_client_with_the_public_key_alone_is_refused(keys: tuple[FleetKe
     lost: asyncio.Queue[str] = asyncio.Queue()
     stranger.on_peer_lost = lost.put_nowait
     stranger.send(own.address, PING)
-    assert await asyncio.wait_for(lost.get(), 10) == own.address
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == own.address
     await stranger.close()
     await own.close()
 

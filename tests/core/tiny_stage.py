@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -24,11 +25,11 @@ class TinyConfig(StageConfig):
 
     refuse: str = setting("", "refuse to start with this message")
     crash_file: str = setting("", "crash while starting as long as this file exists")
-    work_s: float = setting(0.0, "how long the work lasts that an abort starts", ge=0)
+    work_s: float = setting(0.0, "how long the work lasts that an abort starts, if none ends it", ge=0)
 
 
 class TinyStage(Stage):
-    """Echoes aborts to their sender; `reason` may ask it to crash, to hang or to work on."""
+    """Echoes aborts to their sender; `reason` may ask it to crash, to hang, to work on or to end its work."""
 
     name = "tiny"
 
@@ -37,6 +38,7 @@ class TinyStage(Stage):
         self._crash_file = Path(config.crash_file) if config.crash_file else None
         self._transport: Transport | None = None
         self._work: set[asyncio.Task[None]] = set()
+        self._enough = asyncio.Event()
 
     async def start(self, transport: Transport) -> None:
         if self._config.refuse:
@@ -53,7 +55,9 @@ class TinyStage(Stage):
         if received.message.reason == "hang":
             sys.stderr.write("hangs\n")
             threading.Event().wait()
-        if received.message.reason == "work":
+        if received.message.reason == "enough":
+            self._enough.set()
+        elif received.message.reason == "work":
             task = asyncio.create_task(self._finish(received))
             self._work.add(task)
             task.add_done_callback(self._work.discard)
@@ -62,7 +66,9 @@ class TinyStage(Stage):
 
     async def _finish(self, received: Received) -> None:
         assert self._transport is not None
-        await asyncio.sleep(self._config.work_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.work_s):
+                await self._enough.wait()
         self._transport.send(received.peer, received.message)
 
     def peer_lost(self, address: str) -> None:

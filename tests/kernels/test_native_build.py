@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from transom.kernels import native_build
 from transom.kernels.native_build import Build, NoLibraryError
 
@@ -65,7 +66,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path, compiler: Pa
         )
         for _ in range(3)
     ]
-    paths = {process.communicate(timeout=120)[0].strip() for process in started}
+    paths = {process.communicate(timeout=PATIENCE_S)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len(paths) == 1
     assert Path(paths.pop()).is_file()

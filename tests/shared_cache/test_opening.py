@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.shared_cache.content import check, key_of, meta_of, put, rows_of
 from transom.shared_cache.arena import Arena
 from transom.shared_cache.contract import ArenaSpaceError, Claim, EmbeddingCache, Lease
@@ -202,7 +203,7 @@ def test_many_processes_that_close_at_once_leave_nothing(tmp_path: Path) -> None
         assert process.stdin is not None
         process.stdin.close()
     for process in crowd:
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stdout is not None
         process.stdout.close()
     assert os.listdir(tmp_path) == []

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.patience import PATIENCE_S
 from tests.shared_cache.conftest import Opener
 from tests.shared_cache.content import check, key_of, meta_of, put, rows_of
 from transom.messages import TensorMeta
@@ -346,7 +347,7 @@ def test_processes_that_exit_with_leases_leave_nothing(tmp_path: Path) -> None:
             process.stdin.write("\n")
             process.stdin.flush()
     for process in processes:
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
     assert not (tmp_path / "arena").exists()
 

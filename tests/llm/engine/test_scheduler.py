@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from transom.errors import ConfigError
 from transom.llm.policies import POLICIES, fewest_uncached_first, first_come_first_served, make_order
 from transom.llm.scheduler import Follow, FreePages, Limits, Order, Plan, RequestView
@@ -391,4 +392,4 @@ def test_the_policy_needs_no_torch() -> None:
         "import sys, transom.llm.policies, transom.llm.config, transom.llm.capacity, transom.llm.prompt;"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from transom.llm.config import DecodeConfig, PrefillConfig
 from transom.llm.decode import DecodeStage
 from transom.llm.kv_transfer import pack_kv, to_frame
@@ -72,7 +73,7 @@ class Peer:
 
     async def expect(self, kind: type[Any], request_id: str) -> Any:
         """Return the first message of this kind about this request, waiting for it."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for received in self.got:
                     message = received.message
@@ -108,7 +109,7 @@ class Bench:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Look again and again: the engine thread's figures change without a signal."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -148,7 +149,7 @@ def decode_stage(checkpoint: Path, **settings: Any) -> DecodeStage:
 
 def job(name: str, gateway: Peer, decode: Peer, *parts: TextPart | MediaPart) -> PrefillJob:
     return PrefillJob(
-        request_id=name, parts=list(parts), sampling=GREEDY, deadline_s=time.time() + 60,
+        request_id=name, parts=list(parts), sampling=GREEDY, deadline_s=time.time() + 600,
         gateway=gateway.address, decode=decode.address,
     )  # fmt: skip
 
@@ -241,7 +242,7 @@ async def test_decode_grants_by_priority(checkpoint: Path) -> None:
 
 
 def reserve(name: str, prefill: Peer, gateway: Peer, prompt_len: int, **fields: Any) -> KVReserve:
-    fields.setdefault("deadline_s", time.time() + 60)
+    fields.setdefault("deadline_s", time.time() + 600)
     fields.setdefault("kv_dtype", "float32")
     return KVReserve(
         request_id=name, prompt_len=prompt_len, max_tokens=4, prefill=prefill.address,
@@ -277,8 +278,9 @@ async def test_decode_refuses_what_can_never_fit(checkpoint: Path) -> None:
         prefill.say(reserve("context", prefill, gateway, 8192))
         prefill.say(reserve("memory", prefill, gateway, 8000))
         prefill.say(reserve("late", prefill, gateway, 10, deadline_s=time.time() - 1))
-        prefill.say(reserve("expires", prefill, gateway, 10, deadline_s=time.time() + 0.3))
+        prefill.say(reserve("expires", prefill, gateway, 10))
         await prefill.expect(KVGrant, "expires")
+        bench.stage.tick(time.time() + 601)
         codes = {
             name: (await gateway.expect(RequestFailed, name)).error.code
             for name in ("context", "memory", "late", "expires")
@@ -305,7 +307,7 @@ def handoff(name: str, gateway: Peer, *, length: int = 10, heads: int = 1) -> tu
     metas, frames = pack_kv(host_kv)
     message = KVHandoff(
         request_id=name, prompt_ids=[1] * length, first_token=2, prompt_len=length, swa_len=swa_len,
-        sampling=GREEDY, deadline_s=time.time() + 60, gateway=gateway.address, tensors=metas,
+        sampling=GREEDY, deadline_s=time.time() + 600, gateway=gateway.address, tensors=metas,
     )  # fmt: skip
     return message, list(frames)
 
@@ -377,7 +379,7 @@ async def test_draining_refuses_new_work_and_ends_the_old(checkpoint: Path) -> N
         gateway.say(*chunk("old", torch.zeros(1, 32)))
         await decode.expect(KVReserve, "old")
         decode.say(KVGrant(request_id="old"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await draining
         await gateway.expect(TokenChunk, "old")
 

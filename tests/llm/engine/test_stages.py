@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from transom.llm.kv_transfer import to_frame
 from transom.llm.model.export import save_language_model
 from transom.llm.model.mimo_v2 import MiMoV2ForCausalLM
@@ -34,7 +35,7 @@ from transom.messages import (
 )
 from transom.transport import Transport
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 
 Reference = Callable[..., list[int]]
 Check = Callable[..., None]
@@ -67,7 +68,7 @@ class Worker:
         return self.wait()
 
     def wait(self) -> int:
-        code = self.process.wait(timeout=20)
+        code = self.process.wait(timeout=PATIENCE_S)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -147,7 +148,7 @@ class Gateway:
             self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
@@ -156,7 +157,7 @@ class Gateway:
         await self.until(lambda: all(name in self.ended for name in names))
 
     def job(self, name: str, *parts: TextPart | MediaPart, **sampling: Any) -> None:
-        deadline_s = sampling.pop("deadline_s", time.time() + 60)
+        deadline_s = sampling.pop("deadline_s", time.time() + 600)
         cache_salt = sampling.pop("cache_salt", "")
         settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
         self.transport.send(
@@ -181,12 +182,12 @@ class Gateway:
     async def load(self, address: str) -> dict[str, float]:
         self.pong = asyncio.get_running_loop().create_future()
         self.transport.send(address, Ping(reply_to=self.transport.address, nonce=1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             return (await self.pong).load
 
     async def until_empty(self) -> None:
         """Wait until both workers hold nothing; their load is asked for again until it says so."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             for address in (self.prefill, self.decode):
                 load = await self.load(address)
                 while any(load[key] for key in LEFTOVERS if key in load):
@@ -307,7 +308,7 @@ async def test_answers_are_cached_where_their_prompts_are(
         assert_greedy(gateway.output(name), model, prompt, 20)
         first = next(c.prompt for c in gateway.chunks if c.request_id == name and c.prompt)
         assert first.cached_tokens == (len(prompt) - 9 - 1) // 4 * 4 * (turn > 0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (await gateway.load(gateway.prefill))["cache_answer_tokens"] == before:
                 pass
         prompt = [*prompt, *gateway.output(name), *prompt_of(9, turn)]
@@ -403,8 +404,8 @@ async def test_lost_decode_worker(workers: tuple[Worker, Worker], checkpoint: Pa
         gateway.job("parked", TextPart(prompt_of(5)), MediaPart(0, "image"), max_tokens=5000)
         gateway.job("running", TextPart(prompt_of(5)), max_tokens=5000)
         await gateway.until(lambda: len(gateway.tokens.get("running", {})) > 3)
-        lost: list[str] = []
-        gateway.transport.on_peer_lost = lost.append
+        lost: asyncio.Queue[str] = asyncio.Queue()
+        gateway.transport.on_peer_lost = lost.put_nowait
         gateway.transport.watch(doomed.inbox)
         assert (await gateway.load(doomed.inbox))["running_requests"] == 1
         doomed.kill()
@@ -414,7 +415,8 @@ async def test_lost_decode_worker(workers: tuple[Worker, Worker], checkpoint: Pa
         gateway.decode = decode.inbox
         gateway.job("next", TextPart(prompt_of(5)))
         await gateway.finished("next")
-        assert lost == [doomed.inbox]
+        assert await asyncio.wait_for(lost.get(), PATIENCE_S) == doomed.inbox
+        assert lost.empty()
         await gateway.until_empty()
 
 
