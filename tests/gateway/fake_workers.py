@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from transom.errors import ErrorInfo
 from transom.gateway.config import GatewayConfig
 from transom.gateway.server import GatewayStage
+from transom.http_listener import HttpListener
 from transom.messages import (
     Abort,
     EmbeddingChunk,
@@ -95,7 +96,7 @@ class ScriptedWorker:
         def found() -> list[Any]:
             return [one.message for one in self.seen if isinstance(one.message, kind)]
 
-        async with asyncio.timeout(20), self._news:
+        async with asyncio.timeout(PATIENCE_S), self._news:
             await self._news.wait_for(lambda: len(found()) >= count)
             return found()[:count]
 
@@ -322,11 +323,13 @@ class ScriptedFleet:
         return [TokenLogprob(id, -0.5, [(id, -0.5), (0, -2.0)]) for id in ids]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+class QuietRunner(StageRunner):
+    """Keeps where it listens, instead of printing it."""
+
+    url = ""
+
+    def _announce(self, transport: Transport, listener: HttpListener) -> None:
+        self.url = listener.url
 
 
 @asynccontextmanager
@@ -345,7 +348,7 @@ async def scripted_fleet(
     fleet.wire()
     config = GatewayConfig(
         **{
-            "http_port": free_port(),
+            "http_port": 0,
             "encoder": tuple(one.transport.address for one in fleet.encoders),
             "prefill": tuple(one.transport.address for one in fleet.prefills),
             "decode": tuple(one.transport.address for one in fleet.decodes),
@@ -355,15 +358,15 @@ async def scripted_fleet(
         }
     )
     stage = GatewayStage(config)
-    fleet.runner = StageRunner(stage, config)
-    fleet.url = f"http://127.0.0.1:{config.http_port}"
+    fleet.runner = runner = QuietRunner(stage, config)
     running = asyncio.create_task(fleet.runner.run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not fleet.runner.ready or stage.unready_reason() is not None:
                 if running.done():
                     await running
                 await asyncio.sleep(0.01)
+        fleet.url = runner.url
         yield fleet
     finally:
         fleet.runner._stop.set()

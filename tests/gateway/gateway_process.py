@@ -13,9 +13,9 @@ import aiohttp
 import orjson
 
 from tests.gateway.fake_workers import ScriptedFleet, ScriptedWorker
+from tests.patience import PATIENCE_S
 from transom.tokenizer import Tokenizer
 
-_START_S = 60.0
 PYTHON = (sys.executable, "-m", "transom")
 
 
@@ -34,7 +34,7 @@ class ServedFleet(ScriptedFleet):
 
     async def until_idle(self) -> dict[str, float]:
         """Return the metrics once nothing is in work."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 found = await self.metrics()
                 if not (found["transom_gateway_choices"] or found["transom_requests_in_flight"]):
@@ -45,7 +45,7 @@ class ServedFleet(ScriptedFleet):
 
     async def until_ready_says(self, status: int) -> None:
         """Return when GET /ready answers so."""
-        async with asyncio.timeout(_START_S), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
             while True:
                 async with session.get(f"{self.url}/ready") as response:
                     if response.status == status:
@@ -76,7 +76,7 @@ async def gateway_process(
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(_START_S):
+        async with asyncio.timeout(PATIENCE_S):
             line = await process.stdout.readline()
             assert line, "the gateway ended before it was ready"
             fleet.url = orjson.loads(line)["http"]
@@ -86,7 +86,7 @@ async def gateway_process(
     finally:
         if process.returncode is None:
             process.terminate()
-        async with asyncio.timeout(_START_S):
+        async with asyncio.timeout(PATIENCE_S):
             code = await process.wait()
         for worker in fleet.workers:
             await worker.stop()

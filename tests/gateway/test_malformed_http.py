@@ -11,6 +11,7 @@ import pytest
 
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ScriptedFleet
+from tests.patience import PATIENCE_S
 from transom.messages import KVHandoff
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
@@ -51,7 +52,7 @@ async def exchange(fleet: ScriptedFleet, sent: bytes) -> bytes:
     host, port = fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             writer.write(sent)
             return await reader.read()
     finally:
@@ -97,7 +98,7 @@ async def test_a_line_of_the_head_has_a_limit_that_is_told(fleet: ScriptedFleet,
 async def test_a_connection_ends_with_its_first_garbage(fleet: ScriptedFleet) -> None:
     host, port = fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         writer.write(GET + b"\r\n")
         assert (await reader.readuntil(b"}]}")).startswith(b"HTTP/1.1 200 ")
         writer.write(b"\x00\x01\r\n\r\n" + GET + b"\r\n")
@@ -144,7 +145,7 @@ async def test_a_head_that_does_not_come_ends_the_connection(start_fleet: FleetF
     writer.write(GET + b"\r\n")
     assert (await reader.readuntil(b"}]}")).startswith(b"HTTP/1.1 200 ")
     writer.write(b"GET /v1/mod")  # a later request of the connection
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         assert await reader.read() == b""
     writer.close()
     await writer.wait_closed()
@@ -154,9 +155,11 @@ async def test_the_time_of_a_head_is_not_that_of_body_and_answer(start_fleet: Fl
     fleet = await start_fleet(head_timeout_s=0.2)
     fleet.script.hold = asyncio.Event()
     host, port = fleet.url.removeprefix("http://").split(":")
-    clients = [await asyncio.open_connection(host, int(port)) for _ in range(40)]
+    clients = []
     head, half = POST + LENGTH + b"Connection: close\r\n\r\n", len(BODY) // 2
-    for number, (_, writer) in enumerate(clients):
+    for number in range(40):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        clients.append((reader, writer))
         # Some of the bodies come while the gateway is about to begin with the request.
         writer.write(head)
         if number % 2:
@@ -168,7 +171,7 @@ async def test_the_time_of_a_head_is_not_that_of_body_and_answer(start_fleet: Fl
     await fleet.decodes[0].wait_for(KVHandoff, len(clients))
     await asyncio.sleep(0.5)
     fleet.script.hold.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         for reader, writer in clients:
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             writer.close()

@@ -11,6 +11,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.fake_workers import ROWS, ScriptedFleet
+from tests.patience import PATIENCE_S
 from transom.errors import StageLostError
 from transom.gateway.metrics import STATUSES, GatewayMetrics
 
@@ -90,7 +91,7 @@ async def test_a_client_that_leaves_is_counted(fleet: ScriptedFleet) -> None:
         assert (await figures(fleet))["transom_requests_in_flight"] == 1
         response.close()
     found: dict[str, float] = {}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while found.get("transom_aborts_total{cause=client}") != 1:
             found = await figures(fleet)
     assert found["transom_requests_total{endpoint=chat,status=499}"] == 1

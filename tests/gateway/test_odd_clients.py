@@ -13,6 +13,7 @@ import pytest
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ScriptedFleet
 from tests.gateway.test_malformed_http import BODY, LENGTH, POST, exchange
+from tests.patience import PATIENCE_S
 
 CLOSE = b"Connection: close\r\n"
 
@@ -62,7 +63,7 @@ async def test_an_offer_to_upgrade_is_declined_and_the_body_read(fleet: Scripted
     ):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(POST + encoding + offer + b"\r\n" + body)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         writer.close()
         await writer.wait_closed()

@@ -20,6 +20,7 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from tests.gateway.fake_workers import Script, ScriptedFleet
 from tests.gateway.gateway_process import gateway_process
 from tests.gateway.test_streams import CALL, TOOLS
+from tests.patience import PATIENCE_S
 from transom.gateway import api_answers
 from transom.gateway.config import GatewayConfig
 from transom.gateway.endpoints import ENDPOINTS
@@ -160,8 +161,15 @@ async def test_answers_are_what_the_document_says(fleet: ScriptedFleet) -> None:
             exact(api_answers.ErrorBody, await response.json())
 
 
+def no_server_error(context: Any, response: Any, case: Any) -> bool | None:
+    """Let a request be too late for a deadline that it has set itself: some set milliseconds."""
+    if response.status_code == 504 and isinstance(case.body, dict) and case.body.get("timeout"):
+        return None
+    return named_checks.not_a_server_error(context, response, case)
+
+
 CHECKS = [
-    named_checks.not_a_server_error,
+    no_server_error,
     openapi_checks.status_code_conformance,
     openapi_checks.content_type_conformance,
     openapi_checks.response_headers_conformance,
@@ -189,7 +197,7 @@ def fuzz(url: str, mode: GenerationMode, examples: int) -> dict[str, set[int]]:
                 suppress_health_check=list(HealthCheck),
             )
             def send(case: Any) -> None:
-                response = case.call_and_validate(session=session, checks=CHECKS, timeout=20)
+                response = case.call_and_validate(session=session, checks=CHECKS, timeout=PATIENCE_S)
                 seen.setdefault(case.operation.path, set()).add(response.status_code)
 
             send()
@@ -198,7 +206,7 @@ def fuzz(url: str, mode: GenerationMode, examples: int) -> dict[str, set[int]]:
 
 @pytest.mark.slow
 async def test_a_fuzzed_gateway_answers_as_documented(tokenizer: Tokenizer) -> None:
-    async with gateway_process(tokenizer, "--request-timeout-s", "10", "--log-level", "warning") as fleet:
+    async with gateway_process(tokenizer, "--request-timeout-s", "120", "--log-level", "warning") as fleet:
         valid = await asyncio.to_thread(fuzz, fleet.url, GenerationMode.POSITIVE, 16)
         wrong = await asyncio.to_thread(fuzz, fleet.url, GenerationMode.NEGATIVE, 16)
     # The fuzzer leaves the document itself alone.

@@ -14,6 +14,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.gateway.gateway_process import gateway_process
+from tests.patience import PATIENCE_S
 from transom.errors import ConfigError
 from transom.gateway.otel import make_exporter
 from transom.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ class Collector:
         def found() -> list[Any]:
             return [span for span in self.spans if span.name == name]
 
-        async with asyncio.timeout(20), self._news:
+        async with asyncio.timeout(PATIENCE_S), self._news:
             await self._news.wait_for(lambda: len(found()) >= count)
             return found()
 
@@ -165,7 +166,7 @@ async def test_without_the_extra_the_gateway_says_what_to_install() -> None:
     hidden = "import sys; sys.modules['opentelemetry'] = None"
     code = f"{hidden}\nfrom transom.cli import main\nsys.exit(main(['gateway', '--otel']))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         _, errors = await process.communicate()
     assert process.returncode == 2
     assert b"otel is on, but opentelemetry is not installed: pip install 'transom[otel]'" in errors

@@ -11,6 +11,7 @@ import pytest
 
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import Script, ScriptedFleet, ScriptedWorker
+from tests.patience import PATIENCE_S
 from transom.messages import EncodeJob, Join, KVHandoff, PrefillJob
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -40,7 +41,7 @@ async def test_who_calls_itself_an_encoder_is_one_only_where_that_is_allowed(
         stranger.transport.send(job.gateway, Join(address=stranger.transport.address))
         if accepts:
             ready = 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while ready < 2:
                     ready = sum(one["ready"] for one in await encoders(session, fleet))
                     await asyncio.sleep(0.02)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ROWS, ScriptedFleet
+from tests.patience import PATIENCE_S
 from transom.commands.trace import draw
 from transom.errors import NotFoundError
 from transom.gateway.exchange import Exchange
@@ -83,7 +84,7 @@ async def test_a_running_request_is_seen_and_ends_by_the_client_leaving(fleet: S
             assert (found["state"], found["status"]) == ("running", None)
             assert found["spans"][-1]["running"] or found["usage"]["completion_tokens"] == 1
             response.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while found["state"] == "running":
                 await asyncio.sleep(0.01)
                 _, found = await trace(http, fleet, id)
@@ -164,7 +165,7 @@ def test_a_book_without_pages_keeps_nothing() -> None:
 
 async def test_fleet_view_names_no_address(fleet: ScriptedFleet) -> None:
     fleet.encoders[0].load = {"items": 3.0, "odd": float("nan")}
-    async with aiohttp.ClientSession() as http, asyncio.timeout(10):
+    async with aiohttp.ClientSession() as http, asyncio.timeout(PATIENCE_S):
         load: dict[str, float] = {}
         while "items" not in load:
             async with http.get(f"{fleet.url}/v1/fleet") as response:
