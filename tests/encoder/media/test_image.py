@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from tests.patience import PATIENCE_S
 from transom.encoder.media.faults import PICTURE_ERRORS, picture_fault
 from transom.encoder.media.image import decode_image
 from transom.encoder.media.wire import ImageJob
@@ -236,7 +237,7 @@ def test_the_memory_of_a_large_picture_is_bounded(
     file.write_bytes(make_image(Image.new("RGB", (6000, 4000), (90, 120, 30)), kind, **quick))
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-c", PEAK, str(file)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     # Pillow stores four bytes a pixel; a JPEG is never there in full.
     assert int(done.stdout) < bytes_a_pixel * pixels
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.encoder.media.test_video import Decoded
+from tests.patience import PATIENCE_S
 from transom.encoder.media.torchcodec_frames import is_sure, is_usable
 from transom.encoder.media.wire import VideoJob
 
@@ -74,7 +75,7 @@ def test_frames_are_turned_as_ffmpeg_does(kind: str, video_job: Job, tmp_path: P
     (tmp_path / "turned.mp4").write_bytes(data)
     command = ["ffmpeg", "-v", "error", "-i", str(tmp_path / "turned.mp4"), "-frames:v", "1"]
     command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
-    raw = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    raw = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE_S).stdout
     frame = Decoded(data, video_job()).frames[0]
     theirs = np.frombuffer(raw, np.uint8).reshape(frame.shape)
     assert np.abs(frame.astype(int) - theirs).mean() < 1.0

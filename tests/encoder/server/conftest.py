@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from tests.patience import PATIENCE_S
 from transom.errors import ErrorInfo
 from transom.messages import (
     Abort,
@@ -114,7 +115,7 @@ class Client:
         *,
         url: str | None = None,
         item: int = 0,
-        deadline_s: float = 60.0,
+        deadline_s: float = 600.0,
         reply_to: str = "",
         **options: Any,
     ) -> Result:
@@ -140,7 +141,7 @@ class Client:
 
     async def wait(self, *results: Result) -> None:
         """Return when all results have ended."""
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(PATIENCE_S):
             for result in results:
                 await result.ended.wait()
 
@@ -152,7 +153,7 @@ class Client:
 
     async def settled(self) -> dict[str, float]:
         """Return the load once no item and no piece of one is left."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 load = await self.load()
                 if not load["items"] and not load["queued_patches"] and not load["queued_mel_frames"]:
@@ -186,7 +187,7 @@ def stop_encoder(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.terminate()
     try:
-        process.wait(15)
+        process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -14,11 +14,15 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.patience import PATIENCE_S
 from transom.encoder.config import EncoderConfig
 from transom.encoder.fetch import FetchLimits
 from transom.encoder.fetch_pool import FetchPool
 
-LIMITS = dataclasses.replace(FetchLimits.of(EncoderConfig()), allow_private=True, ports=(0,))
+LIMITS = dataclasses.replace(
+    FetchLimits.of(EncoderConfig()), allow_private=True, ports=(0,),
+    connect_s=PATIENCE_S, read_s=PATIENCE_S, total_s=PATIENCE_S,
+)  # fmt: skip
 BODY = bytes(range(256)) * 8192  # 2 MiB: packed in a thread
 
 
@@ -58,7 +62,7 @@ class Origin:
         return web.Response(body=b"" if request.path == "/empty" else BODY, headers=headers)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60), self.arrived:
+        async with asyncio.timeout(PATIENCE_S), self.arrived:
             await self.arrived.wait_for(condition)
 
 
@@ -85,7 +89,7 @@ async def memory_files() -> int:
 
 async def until_let_go(before: int) -> None:
     """Return when no more memory files are held than before: threads let go of theirs a little later."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while await memory_files() > before:
             pass
 

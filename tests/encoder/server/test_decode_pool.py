@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.patience import PATIENCE_S
 from transom.encoder.decode_pool import DecodePool, Decoding, Worker, WorkerEndedError
 from transom.encoder.media import wire
 from transom.errors import MediaError
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 IMAGE = wire.ImageJob(
     factor=32, min_pixels=9216, max_pixels=2**20, max_aspect_ratio=200, max_image_pixels=10**8,
@@ -63,7 +64,7 @@ PICTURE = [wire.Measured, wire.Picture]  # what comes of one
 
 @contextlib.asynccontextmanager
 async def running(
-    workers: int = 2, timeout_s: float = 30.0, memory_mb: int = 2048
+    workers: int = 2, timeout_s: float = PATIENCE_S, memory_mb: int = 2048
 ) -> AsyncIterator[DecodePool]:
     pool = DecodePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
     await pool.start()

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from transom.encoder.encoding import Chunk, Encoding
 from transom.encoder.gate import CostGate
 from transom.errors import MediaError
@@ -61,7 +62,7 @@ async def test_who_leaves_is_told_from_who_is_at_the_same_place() -> None:
     source.leave(second)
     producer = asyncio.create_task(_produce(source, 4))
     # If the other one were thought to have left, the producer would wait for who is gone.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         for _ in range(4):
             assert await source.next(first) is not None
     assert await source.next(first) is None

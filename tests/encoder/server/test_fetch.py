@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.patience import PATIENCE_S
 from transom.encoder.config import EncoderConfig
 from transom.encoder.fetch import Fetcher, FetchLimits, check_url, domain_allowed
 from transom.encoder.resolver import is_public
@@ -22,7 +23,13 @@ from transom.errors import MediaError
 PUBLIC = FetchLimits.of(EncoderConfig())
 # Only here: the origin of these tests is on loopback, at any port.
 LOCAL = dataclasses.replace(
-    PUBLIC, allow_private=True, ports=(0,), max_bytes=100_000, connect_s=0.5, read_s=0.5, total_s=2.0
+    PUBLIC,
+    allow_private=True,
+    ports=(0,),
+    max_bytes=100_000,
+    connect_s=PATIENCE_S,
+    read_s=PATIENCE_S,
+    total_s=PATIENCE_S,
 )
 BODY = bytes(range(256)) * 100
 
@@ -335,7 +342,7 @@ async def test_packed_bodies_that_do_not_end_are_not_kept(
 
     origin.handler = endless
     with pytest.raises(MediaError, match=said):
-        await fetched(f"{origin.base}/a", total_s=30.0)
+        await fetched(f"{origin.base}/a")
 
 
 async def test_foreign_encodings_and_statuses_are_told(origin: Origin) -> None:
@@ -426,7 +433,7 @@ async def test_a_server_that_only_promises_an_answer_is_cut_off() -> None:
     async with server:
         assert await fetched(f"{base}/some") == b"body"
         with pytest.raises(MediaError, match="its server's answer is not HTTP"):
-            await fetched(f"{base}/endless", total_s=30.0)
+            await fetched(f"{base}/endless")
     assert told < 100_000
 
 
@@ -452,8 +459,11 @@ async def test_what_went_wrong_is_said_without_the_librarys_words(answer: bytes,
             await fetched(f"http://127.0.0.1:{port}/a.png")
     assert said in caught.value.message
     assert str(port) not in caught.value.message
-    with pytest.raises(MediaError) as refused:
-        await fetched(f"http://127.0.0.1:{port}/a.png")  # nobody listens there any more
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and never listens
+        port = silent.getsockname()[1]
+        with pytest.raises(MediaError) as refused:
+            await fetched(f"http://127.0.0.1:{port}/a.png")
     assert refused.value.message == "download of the URL failed: no connection to its server"
 
 

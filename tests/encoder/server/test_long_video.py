@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from pathlib import Path
@@ -13,7 +12,9 @@ import av
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+from tests.encoder.server.standstill import go_on, stopped_in, until_dropped
+
+pytestmark = pytest.mark.process
 
 SIDE = 64
 HOUR_S = 3600
@@ -26,7 +27,7 @@ def hour() -> bytes:
 
 
 def clip_of(seconds: int) -> bytes:
-    target = f"/dev/shm/transom-test-{os.getpid()}.mp4"
+    target = f"/dev/shm/clip-of-a-test-{os.getpid()}.mp4"
     try:
         with av.open(target, "w") as output:
             stream = output.add_stream("mpeg4", rate=1, options={"g": "60"})
@@ -94,11 +95,17 @@ async def test_the_first_embeddings_of_an_hour_leave_early_and_all_of_them_come(
 async def test_a_clip_given_up_after_its_first_embeddings_is_decoded_no_further(
     client: Any, hour: bytes
 ) -> None:
+    names: list[str] = []
+
+    def send(number: int) -> Any:
+        names.append(f"given-up-{number}")
+        return client.send(names[-1], "video", hour, max_pixels=8192, background=(number, 0, 0))
+
     before = await metric(client, "transom_encoder_video_units_total")
-    result = client.send("given-up", "video", hour, max_pixels=8192)
-    async with asyncio.timeout(60):
-        await result.first.wait()
-    client.abort("given-up")
+    result, workers = await stopped_in(client, send)
+    client.abort(names[-1])
+    await until_dropped(client)
+    go_on(workers)
     await client.settled()
-    assert await metric(client, "transom_encoder_video_units_total") - before < 64
+    assert await metric(client, "transom_encoder_video_units_total") - before < 64 * len(names)
     assert not result.complete

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 Make = Callable[..., bytes]
 WORK = ("decode_jobs", "batches")
@@ -56,7 +56,18 @@ async def origin() -> AsyncIterator[Origin]:
 async def open_client(encoder_process: Any, new_client: Any) -> AsyncIterator[Any]:
     """A client of an encoder that may fetch from loopback."""
     _, line = await asyncio.to_thread(
-        encoder_process, "--allow-private-addresses", "--fetch-ports", "0", "--decode-workers", "1"
+        encoder_process,
+        "--allow-private-addresses",
+        "--fetch-ports",
+        "0",
+        "--decode-workers",
+        "1",
+        "--fetch-connect-s",
+        "600",
+        "--fetch-read-s",
+        "600",
+        "--fetch-total-s",
+        "600",
     )
     async with new_client(line) as client:
         yield client

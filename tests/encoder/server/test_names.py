@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lying_network import NO_NAMESPACE
+from tests.patience import PATIENCE_S
 from transom.encoder.resolver import DnsServers
 from transom.errors import ConfigError
 
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.encoder.server.lying_names"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tests.encoder.server.lying_names"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     if done.returncode == NO_NAMESPACE:
         pytest.skip(f"no network namespace of our own: {done.stderr}")

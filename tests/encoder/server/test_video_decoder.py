@@ -16,7 +16,7 @@ from tests.encoder.media.test_torchcodec import is_there
 from transom.encoder.video_decoder import check_video_decoder
 from transom.errors import ConfigError
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 
 async def test_one_that_can_not_be_loaded_is_refused_by_name(
