@@ -12,17 +12,21 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.patience import PATIENCE_S
 
 # Test modules here share `media`, which importlib mode would not find.
 sys.path.insert(0, str(Path(__file__).parent))
 
 _READY = re.compile(r"transom is ready at (http://\S+)")
-_START_S = 280.0  # three processes that import torch, on two cores that others use too
-_STOP_S = 10.0  # `transom up` itself promises 5 s; a starved machine may be late in telling us
+_START_S = 600.0  # three processes that import torch, on two cores that others use too
+# `transom up` itself promises 5 s, by killing what takes longer: without that it would never end. A machine
+# that stands still at times may be late in telling us.
+STOP_S = 40.0
 
 
 class Pipeline:
@@ -30,7 +34,7 @@ class Pipeline:
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
         self.mark = uuid.uuid4().hex
-        self._shm_before = set(_shm_entries())
+        self._shm_before = set(_shm_entries(self.mark))
         self._lines: list[str] = []
         self._printed = threading.Condition()
         self._urls: queue.Queue[str | None] = queue.Queue()
@@ -77,11 +81,15 @@ class Pipeline:
         """Return the last lines that the pipeline printed."""
         return "".join(self._lines[-last:])
 
-    def until_logged(self, text: str, limit_s: float = 60.0) -> None:
+    def until_logged(self, text: str) -> None:
         """Wait until the pipeline has printed `text`."""
+        self.until(lambda: any(text in line for line in self._lines), repr(text))
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until a condition on what has been printed holds; lines of several processes come late."""
         with self._printed:
-            found = self._printed.wait_for(lambda: any(text in line for line in self._lines), limit_s)
-        assert found, f"no {text!r} within {limit_s} s:\n{self.log()}"
+            found = self._printed.wait_for(condition, PATIENCE_S)
+        assert found, f"no {what} within {PATIENCE_S} s:\n{self.log()}"
 
     def pids(self) -> list[int]:
         """Return all living processes of this pipeline, the supervisor included."""
@@ -103,21 +111,21 @@ class Pipeline:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            self.process.wait(_STOP_S)
+            self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
         took_s = time.monotonic() - begin
-        self._reader.join(2.0)
+        self._reader.join(PATIENCE_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
         return took_s
 
-    def leaks(self, limit_s: float = 6.0) -> list[str]:
+    def leaks(self, limit_s: float = STOP_S) -> list[str]:
         """Return what is left after the end: processes and shared memory. Waits a little for both."""
         end = time.monotonic() + limit_s
         while True:
             left = [f"process {pid}: {_read_proc(pid, 'cmdline')!r}" for pid in self.pids()]
-            new = [name for name in _shm_entries() if name not in self._shm_before]
+            new = [name for name in _shm_entries(self.mark) if name not in self._shm_before]
             left += [f"/dev/shm/{name}" for name in new if not _mapped_by_someone(name)]
             if not left or time.monotonic() > end:
                 break
@@ -128,10 +136,13 @@ class Pipeline:
         return left
 
 
-def _shm_entries() -> list[str]:
-    """Return the shared-memory entries that may be ours; other programs on the machine have theirs."""
-    names = [entry.name for entry in Path("/dev/shm").iterdir()]
-    return [name for name in names if name.startswith(("transom", "psm_"))]
+def _shm_entries(mark: str) -> list[str]:
+    """Return the shared-memory entries that may be ours; other programs on the machine have theirs.
+
+    The name of an arena shows its scope: those of other encoders that tests have killed are not ours.
+    """
+    names = [entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(("transom", "psm_"))]
+    return [name for name in names if mark in name or not name.startswith("transom-emb-")]
 
 
 def _mapped_by_someone(name: str) -> bool:
@@ -171,7 +182,7 @@ def pipeline(media_folder: Path) -> Iterator[Pipeline]:
     leaks = running.leaks()
     assert not leaks, f"left behind: {leaks}\n{running.log()}"
     assert running.process.returncode == 0, running.log()
-    assert took_s < _STOP_S, f"stopping took {took_s:.1f} s\n{running.log()}"
+    assert took_s < STOP_S, f"stopping took {took_s:.1f} s\n{running.log()}"
 
 
 @pytest.fixture(scope="session")

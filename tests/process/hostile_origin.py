@@ -21,9 +21,9 @@ import aiohttp
 from tests.lying_network import METADATA, PRIVATE, PUBLIC, REDIRECTS, SECRET, enter_namespace, start_dns
 from tests.process import media
 from tests.process.conftest import Pipeline
-from tests.process.test_disconnects import held, until_nothing_is_held
+from tests.process.test_disconnects import until_nothing_is_held
 
-TOTAL_S, READ_S, MAX_MEDIA_MB = 6.0, 3.0, 1.0
+TOTAL_S, READ_S, MAX_MEDIA_MB = 30.0, 15.0, 1.0  # far above what an honest server needs on a slow machine
 AT_ONCE = 12  # hostile ones: more could be answered 429 where memory, and so the pools, are small
 PNG = media.picture("red", "circle")
 GOOD = "http://honest.test/good.png"
@@ -200,6 +200,7 @@ async def running(dns: str) -> AsyncIterator[Pipeline]:
         "FETCH_DNS_SERVERS": dns,
         "FETCH_TOTAL_S": TOTAL_S,
         "FETCH_READ_S": READ_S,
+        "FETCH_CONNECT_S": READ_S,
         "MAX_MEDIA_MB": MAX_MEDIA_MB,
     }
     env = {f"TRANSOM_ENCODER_{name}": str(value) for name, value in settings.items()}
@@ -228,14 +229,12 @@ async def main() -> dict[str, Any]:
         await asyncio.gather(*asking, client.good())
         await client.good()
         await until_nothing_is_held(session, pipeline.url)
-        left = await held(session, pipeline.url)
     return {
         "cases": client.results,
         "forbidden": dict(origins.forbidden),
         "origin": dict(origins.asked),
         "names": dict(dns.asked),
         "asked_at_first": asked_at_first,
-        "held": left,
         "leaks": await asyncio.to_thread(pipeline.leaks),
         "log": pipeline.log(last=100_000),
     }

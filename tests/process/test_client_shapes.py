@@ -11,7 +11,7 @@ import pytest
 
 from tests import client_shapes
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 SHAPES = client_shapes.with_media(
     media.picture("red", "circle"), media.colour_scenes(["red"], seconds_each=1), media.tones(440, 1)

@@ -9,13 +9,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from transom.nano.data import texts
 
 pytestmark = pytest.mark.process
 
 
 def ask(url: str, *messages: dict[str, str]) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
     try:
         body = {"messages": messages, "max_tokens": 60, "temperature": 0}
         connection.request(

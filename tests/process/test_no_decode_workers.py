@@ -75,7 +75,10 @@ async def test_the_next_turn_computes_no_answer_anew(session: aiohttp.ClientSess
     assert reply["usage"]["completion_tokens"] > 20
     turns = [first, {"role": "assistant", "content": answer}, {"role": "user", "content": "Thanks!"}]
     # With nothing in work the two workers take turns: one of them has computed the answer.
-    usages = [(await ask(session, alone.url, {**begun, "messages": turns}))["usage"] for _ in range(2)]
+    usages = []
+    for _ in range(2):
+        await until_nothing_is_held(session, alone.url)
+        usages.append((await ask(session, alone.url, {**begun, "messages": turns}))["usage"])
     hits = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     assert max(hits) > reply["usage"]["prompt_tokens"]
 
