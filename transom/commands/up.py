@@ -182,6 +182,7 @@ class Up:
         self._width = max(len(name) for name in names)
         self._colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._waiting = set(names)
+        self._killed: set[str] = set()
         self._status: Any = None
         self._supervisor: Supervisor | None = None
 
@@ -277,6 +278,8 @@ class Up:
             await supervisor.kill()
         impatient.cancel()
         await stopping
+        if any(self._plan.kinds.get(name) == "encoder" for name in self._killed):
+            self._sweep()
 
     @contextlib.contextmanager
     def _progress(self) -> Any:
@@ -303,6 +306,7 @@ class Up:
             code = describe_exit(event.exit_code or 0)
             self._say(f"{name} ended with {code}; restart in {event.restart_in_s:.1f} s", style="bold red")
         elif event.kind == "killed":
+            self._killed.add(name)
             self._say(f"{name} did not stop in time and was killed", style="red")
         self._show_waiting()
 
