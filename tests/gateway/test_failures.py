@@ -216,7 +216,7 @@ async def test_visual_tokens_are_counted_over_all_items(start_fleet: FleetFactor
 
 async def until_answered(fleet: ScriptedFleet) -> None:
     """Return when the gateway has got a first token of any request."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             if any(isinstance(one, LiveRequest) and one.stats for one in fleet.stage._table._live.values()):
                 return
