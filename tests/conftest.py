@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from transom.kernels.native_ops import NativeOps
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 # Before torch is imported: on two cores, threads that spin for each other cost more than they bring.
 for _pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_pool, "1")
+
+# A machine that stands still for a second is no fault of an example's.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 # Before anything imports triton, whose own functions read it then: without a GPU kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():

@@ -53,7 +53,11 @@ SIZE_BYTES = 160 * 1024
 _TABLES = Geometry.of_size(SIZE_BYTES).data_at
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     damage=st.lists(
         st.tuples(

@@ -106,7 +106,6 @@ def stored(pools: DualPools) -> Iterator[tuple[torch.Tensor, int]]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, FP8]),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@pytest.mark.timeout(600)
 def test_every_slot_is_that_of_the_plain_run(
     native: FusedModel,
     make_harness: Make,

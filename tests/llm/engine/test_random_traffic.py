@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -31,7 +30,6 @@ actions = st.lists(
 
 @given(actions, st.integers(18, 40), st.booleans(), st.booleans())
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@pytest.mark.timeout(600)
 def test_random_traffic(
     model: MiMoV2ForCausalLM,
     make_harness: Make,
