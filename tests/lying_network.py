@@ -75,10 +75,14 @@ async def start_dns() -> tuple[LyingDns, str]:
 
 
 class LyingDns(asyncio.DatagramProtocol):
-    """Answers with a TTL of 0. `asked` counts questions for IPv4 addresses by name; silent names get none."""
+    """Answers with a TTL of 0. `asked` counts questions for IPv4 addresses by name; silent names get none.
+
+    A question that comes again under its number, as its answer was late, is the same one.
+    """
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
+        self._answered: dict[bytes, bytes] = {}
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -92,6 +96,9 @@ class LyingDns(asyncio.DatagramProtocol):
         (kind,) = struct.unpack_from("!H", data, at + 1)
         if name == "silent.test":
             return
+        if data in self._answered:
+            self._transport.sendto(self._answered[data], peer)
+            return
         lists = RECORDS.get(name)
         found: list[str] = []
         if lists is not None:
@@ -101,7 +108,8 @@ class LyingDns(asyncio.DatagramProtocol):
         answers = [record for one in found for record in self._records(one, kind)]
         code = 0 if lists is not None else 3  # no such name
         head = data[:2] + struct.pack("!HHHHH", 0x8180 | code, 1, len(answers), 0, 0)
-        self._transport.sendto(head + data[12 : at + 5] + b"".join(answers), peer)
+        self._answered[data] = head + data[12 : at + 5] + b"".join(answers)
+        self._transport.sendto(self._answered[data], peer)
 
     def _records(self, value: str, kind: int) -> list[bytes]:
         if value.endswith(".test"):
