@@ -38,7 +38,7 @@ class Worker:
     peer: str = ""
     ready: bool = False
     incarnation: str = ""
-    last_pong_s: float = -math.inf
+    last_heard_s: float = -math.inf
     last_used_s: float = -math.inf
     nonce: int = -1
     load: dict[str, float] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Fleet:
             for stage in STAGES
             for number, address in enumerate(addresses.get(stage, ()))
         }
+        self._by_peer: dict[str, Worker] = {}
         self._on_lost = on_lost
         self._interval_s = ping_interval_s
         self._timeout_s = worker_timeout_s
@@ -127,7 +128,7 @@ class Fleet:
         now = self._clock()
         self._forget_gone(now)
         for worker in self._workers.values():
-            if worker.ready and now - worker.last_pong_s > self._timeout_s:
+            if worker.ready and now - worker.last_heard_s > self._timeout_s:
                 self._lose(worker, f"it has not answered for {self._timeout_s:g} s")
             self._nonces += 1
             worker.nonce = self._nonces
@@ -155,14 +156,22 @@ class Fleet:
             self._lose(worker, "it was restarted")
         if pong.ready and not worker.ready:
             logger.info("%s at %s is ready", worker.stage, worker.address)
+        self._by_peer.pop(worker.peer, None)
+        self._by_peer[peer] = worker
         worker.peer = peer
         worker.incarnation = pong.incarnation
         worker.ready = pong.ready
         worker.load = pong.load
-        worker.last_pong_s = self._clock()
+        worker.last_heard_s = self._clock()
         worker.complained = False
         if worker.stage == "encoder":
             self._weigh(worker, pong.load.get("ranks", 1.0))
+
+    def heard(self, peer: str) -> None:
+        """Take any message of a worker for a sign of life: behind many others its pong may be late."""
+        worker = self._by_peer.get(peer)
+        if worker is not None:
+            worker.last_heard_s = self._clock()
 
     def _weigh(self, worker: Worker, ranks: float) -> None:
         weight = int(ranks) if 1 <= ranks <= _MAX_WEIGHT else 1
@@ -201,12 +210,13 @@ class Fleet:
             one
             for one in self._workers.values()
             if one.joined_s is not None and now - one.joined_s > _FORGET_S
-            and now - one.last_pong_s > _FORGET_S and not one.own_requests
+            and now - one.last_heard_s > _FORGET_S and not one.own_requests
         ]  # fmt: skip
         for worker in gone:
             if worker.incarnation:
                 self._lose(worker, "it has left")
             logger.info("encoder at %s is forgotten", worker.address)
+            self._by_peer.pop(worker.peer, None)
             del self._workers[worker.address]
         if gone:
             self._rebuild_ring()

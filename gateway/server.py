@@ -127,6 +127,7 @@ class GatewayStage(Stage):
         if not isinstance(message, (TokenChunk, ItemSize, EncodeDone, EmbeddingChunk, RequestFailed)):
             logger.warning("%s from %s is not for a gateway", type(message).__name__, received.peer)
             return
+        self._fleet.heard(received.peer)
         live = self._table.find(message.request_id)
         if live is None:  # it has ended here; its abort is on the way
             return

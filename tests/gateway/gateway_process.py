@@ -70,6 +70,7 @@ async def gateway_process(
     addresses = [part for worker in fleet.workers for part in (f"--{worker.stage}", worker.transport.address)]
     process = fleet.process = await asyncio.create_subprocess_exec(
         *PYTHON, "gateway", "--http-port", "0", "--ping-interval-s", "0.05", "--drain-timeout-s", "1",
+        "--worker-timeout-s", "600",
         *addresses, *flags,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, **(env or {})},

@@ -160,7 +160,7 @@ async def test_a_silent_worker_counts_as_lost(start_fleet: FleetFactory) -> None
         fleet.decodes[0].answer_pings = False
         # Its last answer lies long back, and no other worker's does, however slow this machine is.
         while not asking.done():
-            silent.last_pong_s = time.monotonic() - 601
+            silent.last_heard_s = time.monotonic() - 601
             await asyncio.sleep(0.01)
         async with await asking as response:
             assert response.status == 502

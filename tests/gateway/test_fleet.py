@@ -210,6 +210,23 @@ def test_a_loss_is_told_once() -> None:
     assert fleet["tcp://d0"].ready
 
 
+def test_a_worker_that_is_heard_is_not_silent() -> None:
+    """Its pong may wait behind many other messages, at a gateway that is busy with them."""
+    clock, lost = Clock(), list[tuple[str, str]]()
+    fleet = make_fleet(Wire(), clock, lost)
+    wake_all(fleet)
+    for _ in range(4):
+        clock.now += 6
+        fleet.heard("tcp://d0")
+        fleet.heard("tcp://stranger")
+        fleet.tick()
+    assert "tcp://d0" not in [address for address, _ in lost]
+    assert "tcp://d1" in [address for address, _ in lost]
+    clock.now += 11
+    fleet.tick()
+    assert lost[-1] == ("tcp://d0", "it has not answered for 10 s")
+
+
 def test_media_stay_with_their_encoder_unless_it_is_overloaded_or_gone() -> None:
     fleet = make_fleet(Wire(), Clock(), [])
     wake_all(fleet)
