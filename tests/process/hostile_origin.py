@@ -204,6 +204,7 @@ async def running(dns: str) -> AsyncIterator[Pipeline]:
         "MAX_MEDIA_MB": MAX_MEDIA_MB,
     }
     env = {f"TRANSOM_ENCODER_{name}": str(value) for name, value in settings.items()}
+    env["TRANSOM_GATEWAY_KEEPALIVE_S"] = "600"  # else a stream begins before it can be refused with a status
     pipeline = await asyncio.to_thread(Pipeline, env=env)
     try:
         yield pipeline
