@@ -75,6 +75,7 @@ class Fleet:
             for number, address in enumerate(addresses.get(stage, ()))
         }
         self._by_peer: dict[str, Worker] = {}
+        self._ticked_s: float | None = None
         self._on_lost = on_lost
         self._interval_s = ping_interval_s
         self._timeout_s = worker_timeout_s
@@ -126,6 +127,7 @@ class Fleet:
     def tick(self) -> None:
         """Ask every worker for its load; give up those that have been silent for too long."""
         now = self._clock()
+        self._excuse(now)
         self._forget_gone(now)
         for worker in self._workers.values():
             if worker.ready and now - worker.last_heard_s > self._timeout_s:
@@ -138,6 +140,17 @@ class Fleet:
                 )
             except TransomError as error:
                 logger.debug("can't ping %s: %s", worker.address, error.message)
+
+    def _excuse(self, now: float) -> None:
+        """Leave out of every worker's silence the time in which this process stood still and heard nobody.
+
+        A machine that was frozen for a while wakes up with all its workers, and loses no request.
+        """
+        stood_s = 0.0 if self._ticked_s is None else now - self._ticked_s - self._interval_s
+        if stood_s > self._interval_s:
+            for worker in self._workers.values():
+                worker.last_heard_s = min(now, worker.last_heard_s + stood_s)
+        self._ticked_s = now
 
     def pong(self, peer: str, pong: Pong) -> None:
         """Take a worker's answer."""

@@ -90,6 +90,14 @@ def pong(stage: str, incarnation: str = "one", *, nonce: int = 0, ready: bool = 
     return Pong(nonce=nonce, stage=stage, incarnation=incarnation, ready=ready, load=load)
 
 
+def pass_time(fleet: Fleet, clock: Clock, seconds: float, heard: str = "") -> None:
+    """Let the gateway tick as it does; of a worker that is heard some message comes each time."""
+    for _ in range(int(seconds / 0.5)):
+        clock.now += 0.5
+        fleet.heard(heard)
+        fleet.tick()
+
+
 def wake_all(fleet: Fleet) -> None:
     for worker in fleet.workers():
         fleet.pong(worker.address, pong(worker.stage))
@@ -145,8 +153,7 @@ def test_an_encoder_that_joins_takes_its_share_and_leaves_no_trace_when_it_is_go
     fleet.join(Join(address="tcp://e9", leaving=True))
     assert {key: fleet.choose_encoder(key) for key in keys} == before
     assert lost == []  # what it has in work it still finishes
-    clock.now += 100
-    fleet.tick()
+    pass_time(fleet, clock, 100)
     assert "tcp://e9" in [one.address for one in fleet.workers()]
     fleet.release("tcp://e9", 10)
     fleet.tick()
@@ -215,16 +222,31 @@ def test_a_worker_that_is_heard_is_not_silent() -> None:
     clock, lost = Clock(), list[tuple[str, str]]()
     fleet = make_fleet(Wire(), clock, lost)
     wake_all(fleet)
-    for _ in range(4):
-        clock.now += 6
-        fleet.heard("tcp://d0")
-        fleet.heard("tcp://stranger")
-        fleet.tick()
+    pass_time(fleet, clock, 10.5, heard="tcp://d0")
     assert "tcp://d0" not in [address for address, _ in lost]
     assert "tcp://d1" in [address for address, _ in lost]
-    clock.now += 11
-    fleet.tick()
+    pass_time(fleet, clock, 10.5, heard="tcp://stranger")
     assert lost[-1] == ("tcp://d0", "it has not answered for 10 s")
+
+
+def test_a_gateway_that_stood_still_blames_nobody() -> None:
+    """What the workers said meanwhile lies in its inbox; those that are silent afterwards are lost."""
+    clock, lost = Clock(), list[tuple[str, str]]()
+    fleet = make_fleet(Wire(), clock, lost)
+    fleet.tick()
+    wake_all(fleet)
+    for _ in range(3):
+        clock.now += 40
+        fleet.tick()
+    assert lost == []
+    pass_time(fleet, clock, 10.5, heard="tcp://d0")
+    assert sorted(address for address, _ in lost) == [
+        "tcp://d1",
+        "tcp://e0",
+        "tcp://e1",
+        "tcp://p0",
+        "tcp://p1",
+    ]
 
 
 def test_media_stay_with_their_encoder_unless_it_is_overloaded_or_gone() -> None:

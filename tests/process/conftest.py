@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 _READY = re.compile(r"transom is ready at (http://\S+)")
 _START_S = 600.0  # three processes that import torch, on two cores that others use too
 # `transom up` itself promises 5 s, by killing what takes longer: without that it would never end. A machine
-# that stands still at times may be late in telling us.
-STOP_S = 40.0
+# that stands still for a minute is late in telling us.
+STOP_S = 120.0
 
 
 class Pipeline:

@@ -66,7 +66,9 @@ async def held(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     for stage in fleet["stages"]:
         for worker in stage["workers"]:
             found[f"{worker['name']} in_work"] = worker["in_work"] + worker["in_work_tokens"]
-            found |= {f"{worker['name']} {name}": worker["load"][name] for name in HELD[stage["stage"]]}
+            # Of a worker that has told nothing, as far as the gateway knows, something may be held.
+            load = worker["load"]
+            found |= {f"{worker['name']} {name}": load.get(name, 1) for name in HELD[stage["stage"]]}
     return {name: value for name, value in found.items() if value}
 
 
