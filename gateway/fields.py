@@ -17,6 +17,7 @@ from transom.gateway.rules import Rule, Spec, spec_of, spec_of_rule
 
 T = TypeVar("T")
 _SHOWN_CHARS = 60
+_CONTAINERS = (dict, list)
 _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -43,18 +44,21 @@ def refuse(path: str, problem: str) -> RequestError:
 
 
 def nests_deeper(value: Any, limit: int) -> bool:
-    """Say whether arrays and objects nest deeper than `limit`. Iterative on purpose."""
-    stack: list[tuple[Any, int]] = [(value, 1)]
-    while stack:
-        item, depth = stack.pop()
-        if isinstance(item, (dict, list)):
-            if depth > limit:
-                return True
-            stack.extend((child, depth + 1) for child in (item.values() if isinstance(item, dict) else item))
-    return False
+    """Say whether arrays and objects nest deeper than `limit`. Iterative on purpose, level by level."""
+    level = [value] if type(value) in _CONTAINERS else []
+    for _ in range(limit):
+        if not level:
+            return False
+        level = [
+            child
+            for item in level
+            for child in (item.values() if type(item) is dict else item)
+            if type(child) in _CONTAINERS
+        ]
+    return bool(level)
 
 
-def load_json(text: str | bytes, limit: int) -> Any:
+def load_json(text: str | bytes | bytearray, limit: int) -> Any:
     """Parse JSON text; raise NestingError when it nests deeper than `limit`, else ValueError."""
     try:
         value = orjson.loads(text)

@@ -20,10 +20,11 @@ from aiohttp import web
 
 from transom.errors import CancelledRequestError, NotFoundError, TransomError, UnavailableError
 from transom.gateway.admission import Admission
+from transom.gateway.body_work import BodyWork
 from transom.gateway.config import GatewayConfig
 from transom.gateway.exchange import Attachment, Dispatcher, Exchange, Plan, spread_seed, total_tokens
 from transom.gateway.grammar import answer_grammar
-from transom.gateway.http_body import read_body
+from transom.gateway.http_body import Body, read_body
 from transom.gateway.http_edge import (
     api_key,
     cors_headers,
@@ -42,7 +43,7 @@ from transom.gateway.prompt import Prompt
 from transom.gateway.quota import Quotas
 from transom.gateway.reasoning_parser import ReasoningParser
 from transom.gateway.responses import ChatRenderer, CompletionRenderer, Head, Renderer, usage
-from transom.gateway.schema import ChatRequest, Generation
+from transom.gateway.schema import ChatRequest, CompletionRequest, Generation, Limits
 from transom.gateway.sse import EventStream
 from transom.gateway.telemetry import Observed, Telemetry
 from transom.gateway.timeline import Timeline
@@ -52,8 +53,6 @@ from transom.messages import Grammar, PromptStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_INLINE_BYTES = 8 * 1024  # smaller bodies cost less to work on than to hand to a thread
 
 
 def shutting_down() -> UnavailableError:
@@ -106,6 +105,7 @@ class Handlers:
         )
         self._grammars = grammars
         self._media_limits = MediaLimits.of(config)
+        self._work = BodyWork()
         self._created = int(time.time())
         self.draining = False
         self.media_embeddings = MediaEmbeddings(
@@ -115,6 +115,7 @@ class Handlers:
             admission=admission,
             metrics=metrics,
             telemetry=telemetry,
+            work=self._work,
             read_body=self._body,
             check_model=self._check_model,
             is_draining=lambda: self.draining,
@@ -122,11 +123,11 @@ class Handlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        return await self._generate(request, "chat", self._chat_job)
+        return await self._generate(request, "chat", parse_chat, self._chat_job)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        return await self._generate(request, "completion", self._completion_job)
+        return await self._generate(request, "completion", parse_completion, self._completion_job)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -140,7 +141,8 @@ class Handlers:
         """POST /tokenize: the ids of a prompt or of chat messages; media items stand as single pads."""
         with self._admission.buffer(api_key().caller) as grow:
             body = await self._body(request, grow)
-            name, ids = await self._offload(len(body), lambda: self._model.tokenize(body))
+            name, asked = await self._work.parse(len(body), lambda: self._model.parse_tokenize(body))
+            ids = await self._work.build(len(body), lambda: self._model.tokenize(asked))
         self._check_model(name)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_context})
 
@@ -148,7 +150,7 @@ class Handlers:
         """POST /detokenize."""
         with self._admission.buffer(api_key().caller) as grow:
             body = await self._body(request, grow)
-            name, text = await self._offload(len(body), lambda: self._model.detokenize(body))
+            name, text = await self._work.parse(len(body), lambda: self._model.detokenize(body))
         self._check_model(name)
         return json_response({"prompt": text})
 
@@ -185,7 +187,7 @@ class Handlers:
             )
         return name
 
-    async def _body(self, request: web.Request, grow: Callable[[int], None]) -> bytes:
+    async def _body(self, request: web.Request, grow: Callable[[int], None]) -> Body:
         return await read_body(
             request,
             limit_bytes=self._config.max_body_mb * 1024 * 1024,
@@ -193,11 +195,12 @@ class Handlers:
             grow=grow,
         )
 
-    async def _offload(self, size_bytes: int, work: Callable[[], T]) -> T:
-        return work() if size_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
-
     async def _generate(
-        self, request: web.Request, endpoint: Endpoint, make_job: Callable[[bytes, Timeline], Job]
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        parse: Callable[[Body, Limits], T],
+        make_job: Callable[[T, Timeline], Job],
     ) -> web.StreamResponse:
         timeline = Timeline()
         caller = api_key().caller
@@ -209,7 +212,9 @@ class Handlers:
             with self._admission.buffer(caller) as grow:
                 body = await self._body(request, grow)
                 timeline.mark("body")
-                job = await self._offload(len(body), lambda: make_job(body, timeline))
+                parsed = await self._work.parse(len(body), lambda: parse(body, self._model.limits))
+                timeline.mark("parse")
+                job = await self._work.build(len(body), lambda: make_job(parsed, timeline))
                 timeline.mark("prepare")
                 generation = job.generation
                 tokens = total_tokens(job.plans, job.attachments)
@@ -356,18 +361,14 @@ class Handlers:
                 stats.setdefault(job.prompt_of[number], live.stats)
         return list(stats.values())
 
-    def _chat_job(self, body: bytes, timeline: Timeline) -> Job:
-        request = parse_chat(body, self._model.limits)
+    def _chat_job(self, request: ChatRequest, timeline: Timeline) -> Job:
         name = self._check_model(request.generation.model)
-        timeline.mark("parse")
         prompt = self._model.builder.chat(request)
         return self._job(f"chatcmpl-{uuid.uuid4().hex}", name, request, prompt, timeline)
 
-    def _completion_job(self, body: bytes, timeline: Timeline) -> Job:
-        request = parse_completion(body, self._model.limits)
+    def _completion_job(self, request: CompletionRequest, timeline: Timeline) -> Job:
         generation = request.generation
         name = self._check_model(generation.model)
-        timeline.mark("parse")
         prompts = [self._model.builder.completion(one) for one in request.prompts]
         head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()), name)
         echoes = None

@@ -18,6 +18,7 @@ MEDIA_PARTS: dict[str, Modality] = {
     "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
 _PIECE_CHARS = 1 << 20  # a multiple of 4
+_MAX_HEAD_CHARS = 256
 _LOW_DETAIL_PIXELS = 512 * 512  # what OpenAI's documentation says of detail "low"
 # Containers that hold sound as well as pictures are named either way by real clients.
 _MEDIA_TYPES: dict[Modality, tuple[str, ...]] = {
@@ -110,10 +111,11 @@ def check_url(url: str, param: str) -> None:
 
 def decode_data_url(url: str, modality: Modality, param: str, limit_bytes: int) -> bytes:
     """Return the bytes of a base64 data: URL of at most `limit_bytes`. No message repeats the payload."""
-    head, comma, payload = url[5:].partition(",")
-    if not comma or len(head) > 256:
+    # By places, without a copy of the rest: it may be long.
+    comma = url.find(",", 5, 5 + _MAX_HEAD_CHARS + 1)
+    if comma < 0:
         raise MediaError(f"{param}: a data: URL needs a media type, ';base64' and a comma", param=param)
-    media_type, *parameters = [piece.strip().lower() for piece in head.split(";")]
+    media_type, *parameters = [piece.strip().lower() for piece in url[5:comma].split(";")]
     if "base64" not in parameters:
         raise MediaError(f"{param}: the data: URL is not marked ';base64'", param=param)
     if media_type == "video/jpeg":
@@ -123,25 +125,27 @@ def decode_data_url(url: str, modality: Modality, param: str, limit_bytes: int) 
         raise MediaError(
             f"{param}: media type {show(media_type)} is not {modality}, expected {allowed[0]}...", param=param
         )
-    return _decode_base64(payload, param, limit_bytes)
+    return _decode_base64(url, param, limit_bytes, comma + 1)
 
 
-def _decode_base64(payload: str, param: str, limit_bytes: int) -> bytes:
-    size = len(payload) // 4 * 3 - payload[-2:].count("=")
+def _decode_base64(text: str, param: str, limit_bytes: int, begin: int = 0) -> bytes:
+    """Return the bytes of a text's base64, which starts at a place of it."""
+    chars = len(text) - begin
+    size = chars // 4 * 3 - text.count("=", max(begin, len(text) - 2))
     if size > limit_bytes:
         raise MediaError(f"{param}: {size} bytes, at most {limit_bytes} are allowed", param=param)
-    if not payload:
+    if not chars:
         raise MediaError(f"{param}: no data", param=param)
     try:
-        if payload.find("=", 0, -2) >= 0:
+        if text.find("=", begin, -2) >= 0:
             raise binascii.Error("padding in the middle")
         # In pieces: one call on a large payload would hold the interpreter, and with it the event loop.
         return b"".join(
-            binascii.a2b_base64(payload[at : at + _PIECE_CHARS], strict_mode=True)
-            for at in range(0, len(payload), _PIECE_CHARS)
+            binascii.a2b_base64(text[at : at + _PIECE_CHARS], strict_mode=True)
+            for at in range(begin, len(text), _PIECE_CHARS)
         )
     except ValueError as error:  # binascii.Error, or a character beyond ASCII
-        raise MediaError(f"{param}: not valid base64: {_reason(payload, error)}", param=param) from None
+        raise MediaError(f"{param}: not valid base64: {_reason(text[begin:], error)}", param=param) from None
 
 
 def _reason(payload: str, error: ValueError) -> str:

@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 from transom.errors import RequestError, UnavailableError
 from transom.gateway.admission import Admission
 from transom.gateway.api_requests import MediaEmbeddingRequest
+from transom.gateway.body_work import BodyWork
 from transom.gateway.config import GatewayConfig
 from transom.gateway.embeddings import LiveEmbedding
 from transom.gateway.exchange import Attachment, Dispatcher, media_cost
 from transom.gateway.fields import show
+from transom.gateway.http_body import Body
 from transom.gateway.http_edge import api_key
 from transom.gateway.media import MEDIA_PARTS, parse_media_part
 from transom.gateway.media_totals import MediaLimits
@@ -49,12 +51,12 @@ class EmbeddingRequest:
     """A checked body."""
 
     model: str | None
-    attachment: Attachment
+    item: MediaItem
     as_base64: bool
     timeout_s: float | None
 
 
-def parse_embedding(body: bytes, limits: Limits) -> EmbeddingRequest:
+def parse_embedding(body: Body, limits: Limits) -> EmbeddingRequest:
     """Check the body of POST /v1/media/embeddings."""
     fields = load_body(body, MediaEmbeddingRequest)
     part = fields.object("input", required=True)
@@ -65,7 +67,7 @@ def parse_embedding(body: bytes, limits: Limits) -> EmbeddingRequest:
     item = parse_media_part(part, kind, limits)
     return EmbeddingRequest(
         model=fields.text("model"),
-        attachment=Attachment(item, item.routing_key()),
+        item=item,
         as_base64=fields.text("encoding_format") == "base64",
         timeout_s=fields.number("timeout", le=limits.max_timeout_s),
     )
@@ -81,7 +83,8 @@ class MediaEmbeddings:
     admission: Admission
     metrics: GatewayMetrics
     telemetry: Telemetry
-    read_body: Callable[[web.Request, Callable[[int], None]], Awaitable[bytes]]
+    work: BodyWork
+    read_body: Callable[[web.Request, Callable[[int], None]], Awaitable[Body]]
     check_model: Callable[[str | None], str]
     is_draining: Callable[[], bool]
 
@@ -97,9 +100,10 @@ class MediaEmbeddings:
             with self.admission.buffer(caller) as grow:
                 body = await self.read_body(request, grow)
                 timeline.mark("body")
-                parsed = await asyncio.to_thread(parse_embedding, body, self.model.limits)
+                parsed = await self.work.parse(len(body), lambda: parse_embedding(body, self.model.limits))
                 name = self.check_model(parsed.model)
-                one = parsed.attachment
+                key = await self.work.build(len(body), parsed.item.routing_key)
+                one = Attachment(parsed.item, key)
                 self._check_modality(one.item)
                 timeline.mark("parse")
                 timeout_s = parsed.timeout_s or self.config.request_timeout_s

@@ -14,6 +14,8 @@ import orjson
 from transom.errors import RequestError
 from transom.gateway import api_requests as api
 from transom.gateway.fields import Fields, NestingError, load_json, nests_deeper, refuse, show
+from transom.gateway.http_body import Body
+from transom.gateway.json_bounds import JsonBudget
 from transom.gateway.json_schema import check_schema
 from transom.gateway.media import MEDIA_PARTS, parse_media_part
 from transom.gateway.parse_generation import chat_logprobs, completion_logprobs, parse_generation
@@ -30,16 +32,12 @@ from transom.gateway.schema import (
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
 _MAX_BODY_DEPTH = 1000  # beyond it no field is named
-# Two bytes of JSON can become an object of two hundred, and while millions are made nothing else runs. A
-# body at these bounds takes some hundred MB and a third of a second.
-_MAX_OBJECTS = 300_000  # arrays, objects and their fields
-_MAX_VALUES = 3_000_000
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
-def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
+def load_body(body: Body, spec: type[msgspec.Struct]) -> Fields:
     """Return the JSON object of a body, a `spec`; refuse NaN, lone surrogates and deep nesting."""
-    _bound_values(body)
+    JsonBudget("the body has").take(body)
     too_deep = f"nests deeper than {_MAX_DEPTH} levels"
     try:
         value = load_json(body, _MAX_BODY_DEPTH)
@@ -54,21 +52,7 @@ def load_body(body: bytes, spec: type[msgspec.Struct]) -> Fields:
     return fields
 
 
-def _bound_values(body: bytes) -> None:
-    """Refuse what would be very many values. By the signs that come with each, in texts too."""
-    if len(body) <= 2 * _MAX_OBJECTS:
-        return
-    objects = sum(map(body.count, (b"[", b"{", b'":')))
-    if objects > _MAX_OBJECTS:
-        raise RequestError(
-            f"the body has {objects} opening brackets and names of fields, at most {_MAX_OBJECTS} are allowed"
-        )
-    commas = body.count(b",")
-    if commas > _MAX_VALUES:
-        raise RequestError(f"the body has {commas} commas, at most {_MAX_VALUES} are allowed")
-
-
-def _no_json(body: bytes, error: orjson.JSONDecodeError) -> str:
+def _no_json(body: Body, error: orjson.JSONDecodeError) -> str:
     if not body:
         return "the body is empty, a JSON object is needed"
     try:
@@ -78,7 +62,7 @@ def _no_json(body: bytes, error: orjson.JSONDecodeError) -> str:
     return f"the body is not valid JSON: {error.msg} (byte {error.pos})"
 
 
-def parse_chat(body: bytes, limits: Limits) -> ChatRequest:
+def parse_chat(body: Body, limits: Limits) -> ChatRequest:
     """Check the body of POST /v1/chat/completions."""
     fields = load_body(body, api.ChatCompletionRequest)
     generation = parse_generation(
@@ -122,11 +106,14 @@ def parse_messages(fields: Fields, limits: Limits) -> tuple[list[dict[str, Any]]
     media: list[MediaItem] = []
     if not fields.has("messages"):
         raise refuse("messages", "a required array is missing")
-    found = [_message(message, media, limits) for message in fields.objects("messages")]
+    arguments = JsonBudget("the arguments of all tool calls have", "messages")
+    found = [_message(message, media, arguments, limits) for message in fields.objects("messages")]
     return found, tuple(media)
 
 
-def _message(message: Fields, media: list[MediaItem], limits: Limits) -> dict[str, Any]:
+def _message(
+    message: Fields, media: list[MediaItem], arguments: JsonBudget, limits: Limits
+) -> dict[str, Any]:
     role = message.text("role", required=True)
     if role not in _ROLES:
         raise message.refuse("role", f"{show(role)} is not one of {', '.join(sorted(_ROLES))}")
@@ -141,14 +128,14 @@ def _message(message: Fields, media: list[MediaItem], limits: Limits) -> dict[st
     if name is not None:
         result["name"] = name
     if role == "assistant":
-        _assistant(message, result)
+        _assistant(message, result, arguments)
     elif role == "tool":
         result["tool_call_id"] = message.text("tool_call_id", required=True)
     return result
 
 
-def _assistant(message: Fields, result: dict[str, Any]) -> None:
-    calls = [_tool_call(call) for call in message.objects("tool_calls")]
+def _assistant(message: Fields, result: dict[str, Any], arguments: JsonBudget) -> None:
+    calls = [_tool_call(call, arguments) for call in message.objects("tool_calls")]
     if calls:
         result["tool_calls"] = calls
     reasoning = message.text("reasoning_content", message.text("reasoning"))
@@ -203,12 +190,13 @@ def _content(
     return parts
 
 
-def _tool_call(call: Fields) -> dict[str, Any]:
+def _tool_call(call: Fields, budget: JsonBudget) -> dict[str, Any]:
     call.text("type")
     function = call.object("function", required=True)
     assert function is not None
     name = _tool_name(function)
     text: str = function.text("arguments", required=True)
+    budget.take(text.encode())
     try:
         arguments = load_json(text, _MAX_DEPTH) if text.strip() else {}
     except NestingError:
@@ -318,7 +306,7 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | No
     return ToolChoice(forced=True, name=name)
 
 
-def parse_completion(body: bytes, limits: Limits) -> CompletionRequest:
+def parse_completion(body: Body, limits: Limits) -> CompletionRequest:
     """Check the body of POST /v1/completions."""
     fields = load_body(body, api.CompletionRequest)
     form = fields.object("response_format")

@@ -11,6 +11,7 @@ from pathlib import Path
 from transom.errors import ContextLengthError
 from transom.gateway import api_requests as api
 from transom.gateway.config import GatewayConfig
+from transom.gateway.http_body import Body
 from transom.gateway.model_info import ModelInfo
 from transom.gateway.output import ChoiceOutput
 from transom.gateway.parse import load_body, parse_messages, parse_thinking, parse_tools, token_ids
@@ -59,18 +60,17 @@ class Model:
             max_context=max_context,
         )
 
-    def tokenize(self, body: bytes) -> tuple[str | None, list[int]]:
-        """Return (model name, ids) of the body of POST /tokenize: `messages` or `prompt`."""
+    def parse_tokenize(self, body: Body) -> tuple[str | None, str | ChatRequest]:
+        """Return (model name, what is to be tokenised) of the body of POST /tokenize."""
         fields = load_body(body, api.TokenizeRequest)
         name: str | None = fields.text("model")
         prompt = fields.text("prompt", required=not fields.has("messages"))
         tools, thinking = parse_tools(fields), parse_thinking(fields)
         add_generation_prompt = fields.flag("add_generation_prompt")
         if not fields.has("messages"):
-            refuse_long(self.tokenizer, prompt, self.max_context, param="prompt", special=True)
-            return name, self.tokenizer.encode(prompt)
+            return name, prompt
         messages, media = parse_messages(fields, self.limits)
-        request = ChatRequest(
+        return name, ChatRequest(
             generation=Generation(model=name, sampling=Sampling(max_tokens=1), max_tokens_given=True),
             messages=messages,
             media=media,
@@ -78,13 +78,19 @@ class Model:
             enable_thinking=thinking,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def tokenize(self, asked: str | ChatRequest) -> list[int]:
+        """Return the ids of a raw prompt or of a chat; a media item stands as one pad."""
+        if isinstance(asked, str):
+            refuse_long(self.tokenizer, asked, self.max_context, param="prompt", special=True)
+            return self.tokenizer.encode(asked)
         pads = {modality: id for id, modality in self.info.pads.items()}
         ids: list[int] = []
-        for part in self.builder.chat(request).parts:
+        for part in self.builder.chat(asked).parts:
             ids += part.token_ids if isinstance(part, TextPart) else [pads[part.modality]]
-        return name, ids
+        return ids
 
-    def detokenize(self, body: bytes) -> tuple[str | None, str]:
+    def detokenize(self, body: Body) -> tuple[str | None, str]:
         """Return (model name, text) of the body of POST /detokenize."""
         fields = load_body(body, api.DetokenizeRequest)
         given = fields.array("tokens", required=True)

@@ -29,6 +29,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_LONG_CHARS = 10_000
 _SPACE = "\u2581"  # how vocabularies over text spell a space
 _SINGLE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -133,7 +134,12 @@ class Tokenizer:
         """
         backend = self._backend if special else self._plain_backend
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            if len(text) > _LONG_CHARS:
+                # Alone of all calls this one lets other threads go on: a long text takes seconds.
+                (found,) = backend.encode_batch_fast([text], add_special_tokens=False)
+            else:
+                found = backend.encode(text, add_special_tokens=False)
+            ids: list[int] = found.ids
         except TypeError as error:  # what tokenizers makes of a str that has no UTF-8 form
             raise RequestError("the text holds a lone surrogate, which is no Unicode character") from error
         return ids
