@@ -21,6 +21,7 @@ _MAX_LINE_BYTES = 8190  # of the request line, and of one header
 _MAX_HEADERS = 128
 _IDLE_S = 300.0  # between requests; above what proxies keep an idle connection for
 _GRACE_S = 0.1
+_NAME = "transom"
 
 
 class _Connection(web.RequestHandler):
@@ -64,8 +65,7 @@ class _Connection(web.RequestHandler):
 
     def _give_up(self) -> None:
         self._head_timer = None
-        if self._is_idle():
-            self.force_close()
+        self.force_close()
 
     def _end_timer(self) -> None:
         if self._head_timer is not None:
@@ -106,7 +106,18 @@ class _Connection(web.RequestHandler):
         """Send an answer; aiohttp's own refusals, which are plain text, become JSON."""
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
             resp = _json_error(resp.status, resp.reason)
+        if not resp.prepared:
+            _hide_versions(resp)
         return await super().finish_response(request, resp, start_time)
+
+
+def _hide_versions(response: web.StreamResponse) -> None:
+    """Leave out what aiohttp says of itself and of Python: whoever looks for known faults needn't be told."""
+    response.headers["Server"] = _NAME
+
+
+async def _on_prepare(request: web.Request, response: web.StreamResponse) -> None:
+    _hide_versions(response)  # of a stream, which handlers begin themselves
 
 
 def _json_error(status: int, text: str) -> web.Response:
@@ -119,6 +130,7 @@ class HttpListener:
     """Serves one application at one address."""
 
     def __init__(self, app: web.Application, *, head_timeout_s: float) -> None:
+        app.on_response_prepare.append(_on_prepare)
         self._runner = web.AppRunner(app, shutdown_timeout=1.0, handler_cancellation=True)
         self._head_timeout_s = head_timeout_s
         self._listening: asyncio.Server | None = None

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import time
 from typing import Any
 
 import pytest
+import uvloop
+from aiohttp import web
 
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ScriptedFleet
 from tests.patience import PATIENCE_S
+from transom.http_listener import HttpListener
 from transom.messages import KVHandoff
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
@@ -45,6 +50,12 @@ TOO_LONG = {
     "header's name": GET + SECRET * 1000 + b": 1\r\n\r\n",
     "never-ending line": b"GET /" + SECRET * 9000,
 }
+
+
+def only_server(raw: bytes) -> bytes:
+    """Return what an answer says of the server: once, and no version."""
+    (line,) = (one for one in raw.partition(b"\r\n\r\n")[0].split(b"\r\n") if one.startswith(b"Server:"))
+    return line.removeprefix(b"Server: ")
 
 
 async def exchange(fleet: ScriptedFleet, sent: bytes) -> bytes:
@@ -81,6 +92,7 @@ async def test_what_is_not_http_is_an_openai_error(
     status, error = only_answer(raw)
     assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_request")
     assert "not HTTP" in error["message"]
+    assert only_server(raw) == b"transom"
     assert SECRET not in raw
     assert SECRET.decode() not in caplog.text
     assert not any(record.levelno >= logging.WARNING for record in caplog.records)
@@ -149,6 +161,77 @@ async def test_a_head_that_does_not_come_ends_the_connection(start_fleet: FleetF
         assert await reader.read() == b""
     writer.close()
     await writer.wait_closed()
+
+
+async def test_no_answer_names_the_versions_of_what_serves_it(fleet: ScriptedFleet) -> None:
+    streamed = BODY[:-1] + b', "stream": true}'
+    for sent in (
+        *(
+            b"GET %s HTTP/1.1\r\n" % path
+            for path in (b"/health", b"/metrics", b"/nowhere", b"/", b"/page/app.js")
+        ),
+        b"GET /health HTTP/1.1\r\nExpect: a-pony\r\n",
+        b"OPTIONS /v1/models HTTP/1.1\r\n",
+        POST.replace(b"Host: x\r\n", b"") + b"Content-Length: 1\r\n\r\n{",
+        POST.replace(b"Host: x\r\n", b"") + LENGTH + b"Connection: close\r\n\r\n" + BODY,
+        POST.replace(b"Host: x\r\n", b"")
+        + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(streamed)
+        + streamed,
+    ):
+        begin, _, rest = sent.partition(b"\r\n")
+        raw = await exchange(fleet, begin + b"\r\nHost: x\r\nConnection: close\r\n" + rest + b"\r\n")
+        assert only_server(raw) == b"transom", raw
+        assert b"aiohttp" not in raw.lower().partition(b"\r\n\r\n")[0]
+
+
+async def test_a_connection_that_waits_for_its_next_request_is_kept(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(head_timeout_s=0.2)
+    host, port = fleet.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(20):
+        for pause_s in (0.5, 0):
+            writer.write(GET + b"\r\n")
+            assert (await reader.readuntil(b"}]}")).startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(pause_s)  # longer than a head may take
+    writer.close()
+    await writer.wait_closed()
+
+
+def test_a_head_that_came_while_the_process_stood_still_is_read() -> None:
+    """uvloop, in which stages run, looks at its timers after each turn of reading, however long that took."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="here")
+
+    async def main() -> bytes | BaseException:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        listener = HttpListener(app, head_timeout_s=0.1)
+        await listener.start("127.0.0.1", 0)
+        manager, loop = listener._runner.server, asyncio.get_running_loop()
+        assert manager is not None
+        with socket.create_connection(("127.0.0.1", int(listener.url.rsplit(":", 1)[1]))) as client:
+            while not manager.connections:  # noqa: ASYNC110 - nothing tells of a connection
+                await asyncio.sleep(0)
+            here, there = socket.socketpair()
+
+            def stand_still() -> None:
+                loop.remove_reader(here)
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                time.sleep(0.3)
+
+            loop.add_reader(here, stand_still)
+            there.send(b"x")
+            client.settimeout(20)
+            raw = (await asyncio.gather(asyncio.to_thread(client.recv, 65536), return_exceptions=True))[0]
+            here.close()
+            there.close()
+        await listener.close()
+        return raw
+
+    raw = uvloop.run(main())
+    assert isinstance(raw, bytes)
+    assert raw.startswith(b"HTTP/1.1 200 ")
 
 
 async def test_the_time_of_a_head_is_not_that_of_body_and_answer(start_fleet: FleetFactory) -> None:
