@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from tests.gateway.gateway_process import gateway_process
+from tests.patience import PATIENCE_S
 from transom.gateway.body_work import BodyWork
 from transom.gateway.fields import nests_deeper
 from transom.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ async def test_small_bodies_do_not_wait_for_large_ones(size_bytes: int) -> None:
     work, go_on = BodyWork(), threading.Event()
     large = [asyncio.create_task(work.parse(LARGE, go_on.wait)) for _ in range(40)]
     large += [asyncio.create_task(work.build(LARGE, go_on.wait)) for _ in range(40)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         assert await work.parse(size_bytes, lambda: "parsed") == "parsed"
         assert await work.build(size_bytes, lambda: "built") == "built"
     go_on.set()
@@ -39,11 +40,11 @@ async def test_large_bodies_are_parsed_in_turn_also_when_clients_leave() -> None
 
     def parse(number: int) -> None:
         begun.release()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         done.append(number)
 
     tasks = [asyncio.create_task(work.parse(LARGE, lambda n=number: parse(n))) for number in range(4)]
-    assert await asyncio.to_thread(begun.acquire, timeout=20)
+    assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
     for number in (0, 2):
         tasks[number].cancel()
     await asyncio.wait([tasks[0], tasks[2]])

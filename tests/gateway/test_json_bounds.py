@@ -36,7 +36,7 @@ def plainly(text: bytes) -> tuple[int, int]:
     return objects, commas
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @example(text='"\\\\", ["\\"]"', piece_bytes=3)
 @example(text="\\\\\\", piece_bytes=1)
 @given(text=st.text('"\\\\[{:,a', max_size=60), piece_bytes=st.integers(1, 9))

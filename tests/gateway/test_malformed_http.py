@@ -188,7 +188,7 @@ async def test_a_connection_that_waits_for_its_next_request_is_kept(start_fleet:
     fleet = await start_fleet(head_timeout_s=0.2)
     host, port = fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         for pause_s in (0.5, 0):
             writer.write(GET + b"\r\n")
             assert (await reader.readuntil(b"}]}")).startswith(b"HTTP/1.1 200 ")
@@ -222,7 +222,7 @@ def test_a_head_that_came_while_the_process_stood_still_is_read() -> None:
 
             loop.add_reader(here, stand_still)
             there.send(b"x")
-            client.settimeout(20)
+            client.settimeout(PATIENCE_S)
             raw = (await asyncio.gather(asyncio.to_thread(client.recv, 65536), return_exceptions=True))[0]
             here.close()
             there.close()
