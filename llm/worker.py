@@ -12,6 +12,7 @@ import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from llguidance import LLTokenizer
 
@@ -23,6 +24,7 @@ from transom.llm.config import LlmConfig
 from transom.llm.constraint import Constraint
 from transom.llm.request import Event, TokenEvent
 from transom.messages import Grammar, Message, PromptStats, RequestFailed, Sampling, TokenChunk
+from transom.metrics import Labelled
 from transom.recent_ids import RecentIds
 from transom.stage import Stage
 from transom.tokenizer import Tokenizer
@@ -53,6 +55,14 @@ class LlmStage(Stage):
         )
         | GrammarCompiler.TOTALS
     )
+    # The device is the only tier that holds pages.
+    labelled: ClassVar[Mapping[str, Labelled]] = {
+        "full_used_slots": Labelled("pool_used_slots", {"tier": "device", "pool": "full"}),
+        "full_total_slots": Labelled("pool_total_slots", {"tier": "device", "pool": "full"}),
+        "swa_used_slots": Labelled("pool_used_slots", {"tier": "device", "pool": "swa"}),
+        "swa_total_slots": Labelled("pool_total_slots", {"tier": "device", "pool": "swa"}),
+        "cache_hit_tokens": Labelled("cache_hit_tokens", {"tier": "device"}),
+    }
 
     def __init__(self, config: LlmConfig) -> None:
         self.config = config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
@@ -34,23 +35,47 @@ class Collector(Protocol):
         """Return the metrics with their present values."""
 
 
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """The metric of a figure that stands beside others of its kind: one name, told apart by labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
 class LoadCollector:
     """Turns the figures of `Stage.load` into metrics; those named in `totals` only ever grow."""
 
-    def __init__(self, stage: str, load: Callable[[], Mapping[str, float]], totals: Iterable[str]) -> None:
+    def __init__(
+        self,
+        stage: str,
+        load: Callable[[], Mapping[str, float]],
+        totals: Iterable[str],
+        labelled: Mapping[str, Labelled] | None = None,
+    ) -> None:
         self._prefix = f"transom_{stage}"
         self._load = load
         self._totals = frozenset(totals)
+        self._labelled = labelled or {}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one metric per figure."""
+        """Yield one metric per figure, or per name that several share."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for key, value in self._load().items():
             assert _NAME.fullmatch(key), key
-            name, text = f"{self._prefix}_{key}", key.replace("_", " ")
-            if key in self._totals:
-                yield CounterMetricFamily(name, f"Count of {text} since the process started.", value=value)
-            else:
-                yield GaugeMetricFamily(name, f"Present {text}.", value=value)
+            metric = self._labelled.get(key) or Labelled(key, {})
+            family = families.get(metric.name)
+            if family is None:
+                family = families[metric.name] = self._family(key, metric)
+            family.add_metric(list(metric.labels.values()), value)
+        yield from families.values()
+
+    def _family(self, key: str, metric: Labelled) -> GaugeMetricFamily | CounterMetricFamily:
+        name, text = f"{self._prefix}_{metric.name}", metric.name.replace("_", " ")
+        labels = list(metric.labels)
+        if key in self._totals:
+            return CounterMetricFamily(name, f"Count of {text} since the process started.", labels=labels)
+        return GaugeMetricFamily(name, f"Present {text}.", labels=labels)
 
 
 class StateCollector:

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import orjson
@@ -28,7 +28,15 @@ from transom.errors import TransomError
 from transom.http_listener import HttpListener
 from transom.log import request_id_var, setup_logging
 from transom.messages import Ping, Pong
-from transom.metrics import CONTENT_TYPE, Collector, LoadCollector, StateCollector, expose, make_registry
+from transom.metrics import (
+    CONTENT_TYPE,
+    Collector,
+    Labelled,
+    LoadCollector,
+    StateCollector,
+    expose,
+    make_registry,
+)
 from transom.transport import Received, Transport
 
 logger = logging.getLogger(__name__)
@@ -39,11 +47,13 @@ _ORPHAN_END_S = 1.5  # beyond draining: time to release everything once the supe
 class Stage(ABC):
     """One stage process. Every method runs on the event loop; none may block it.
 
-    `totals` names the figures of `load` that only ever grow: metrics show them as counters.
+    `totals` names the figures of `load` that only ever grow: metrics show them as counters. `labelled` are
+    those that metrics show under a common name.
     """
 
     name: str
     totals: ClassVar[frozenset[str]] = frozenset()
+    labelled: ClassVar[Mapping[str, Labelled]] = {}
 
     @abstractmethod
     async def start(self, transport: Transport) -> None:
@@ -99,7 +109,7 @@ class StageRunner:
         self._started_s = time.monotonic()
         self._registry = make_registry(
             [
-                LoadCollector(stage.name, stage.load, stage.totals),
+                LoadCollector(stage.name, stage.load, stage.totals, stage.labelled),
                 StateCollector(stage.name, lambda: self._problem() is None),
                 *stage.collectors(),
             ]

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from transom import __version__
-from transom.metrics import LoadCollector, StateCollector, expose, make_registry
+from transom.metrics import Labelled, LoadCollector, StateCollector, expose, make_registry
 
 
 def samples(text: str) -> dict[str, tuple[str, float, dict[str, str]]]:
@@ -30,6 +30,21 @@ def test_load_becomes_gauges_and_what_only_grows_counters() -> None:
     assert found["transom_tiny_items"] == ("gauge", 4.0, {})
     assert found["transom_tiny_served_total"] == ("counter", 7.0, {})
     assert found["process_resident_memory_bytes"][1] > 0
+
+
+def test_figures_of_one_kind_share_a_name_and_differ_by_labels() -> None:
+    load = {"upper_hits": 3.0, "lower_hits": 4.0, "upper_room": 5.0}
+    labelled = {
+        "upper_hits": Labelled("hits", {"tier": "upper"}),
+        "lower_hits": Labelled("hits", {"tier": "lower"}),
+        "upper_room": Labelled("room", {"tier": "upper"}),
+    }
+    registry = make_registry([LoadCollector("tiny", lambda: load, {"upper_hits", "lower_hits"}, labelled)])
+    text = expose(registry).decode()
+    assert text.count("# TYPE transom_tiny_hits_total counter") == 1
+    assert 'transom_tiny_hits_total{tier="upper"} 3.0' in text
+    assert 'transom_tiny_hits_total{tier="lower"} 4.0' in text
+    assert 'transom_tiny_room{tier="upper"} 5.0' in text
 
 
 def test_a_stage_that_is_starting_is_not_asked_before_somebody_looks() -> None:

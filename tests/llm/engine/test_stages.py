@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -52,16 +53,21 @@ class Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._inbox = ""
+        self._ready: dict[str, str] = {}
 
     @property
     def inbox(self) -> str:
-        if not self._inbox:
+        return self.ready["inbox"]
+
+    @property
+    def ready(self) -> dict[str, str]:
+        """What the process says once it is ready."""
+        if not self._ready:
             assert self.process.stdout is not None
             line = self.process.stdout.readline()
             assert line, f"the process ended with {self.process.wait()} before it was ready"
-            self._inbox = json.loads(line)["inbox"]
-        return self._inbox
+            self._ready = json.loads(line)
+        return self._ready
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -328,6 +334,19 @@ async def test_a_repeated_prompt_is_cached(
     load = await gateway.load(gateway.prefill)
     assert load["cache_hit_tokens"] >= 44
     assert load["cache_tokens"] == load["cache_evictable_tokens"] >= 88
+
+
+async def test_metrics_tell_pools_and_hits_by_tier(gateway: Gateway, workers: tuple[Worker, Worker]) -> None:
+    for worker, stage in zip(workers, ("prefill", "decode"), strict=True):
+        load = await gateway.load(worker.inbox)
+        with await asyncio.to_thread(urllib.request.urlopen, f"{worker.ready['http']}/metrics") as response:
+            text = response.read().decode()
+        for pool in ("full", "swa"):
+            label = f'{{pool="{pool}",tier="device"}}'
+            assert f"transom_{stage}_pool_total_slots{label} {load[f'{pool}_total_slots']}" in text
+            assert f"transom_{stage}_pool_used_slots{label} 0.0" in text
+        hits = f'transom_{stage}_cache_hit_tokens_total{{tier="device"}}'
+        assert (f"{hits} {load.get('cache_hit_tokens', 0.0)}" in text) == (stage == "prefill")
 
 
 async def test_faulty_media_fails_alone(
