@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 # A decoder that ends so was ended by its input; others may have been ended from outside.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
-_START_TIMEOUT_S = 60.0
+# Importing takes a minute on a machine that is busy enough; a worker that dies is noticed at once.
+_START_TIMEOUT_S = 300.0
 _MAX_BACKOFF_S = 5.0
 _LONG_SOUND_BYTES = 4 * 1024 * 1024
 

@@ -25,7 +25,8 @@ from transom.supervisor import describe_exit
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 60.0
+# Importing takes a minute on a machine that is busy enough; a worker that dies is noticed at once.
+_START_TIMEOUT_S = 300.0
 _STABLE_S = 10.0
 _MAX_BACKOFF_S = 5.0
 _COMMON_TRIES = 2  # of an item whose worker was ended from outside

@@ -110,7 +110,7 @@ def find_compiler() -> str:
 def key(compiler: str) -> str:
     """Return a digest of everything that the compiled code depends on: sources, flags, compiler and CPU."""
     digest = _sources()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=20).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=120).stdout
     digest.update("\0".join((compiler, *_flags(), platform.machine(), _cpu())).encode() + b"\0" + version)
     return digest.hexdigest()[:24]
 

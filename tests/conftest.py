@@ -56,7 +56,7 @@ def native_library() -> Path:
         find_compiler()
     except NoLibraryError as error:
         pytest.skip(str(error))
-    return Build().wait(280)
+    return Build().wait(800)
 
 
 @pytest.fixture(scope="session")

@@ -275,7 +275,10 @@ def test_printed_url_can_be_used_here(http: str, url: str) -> None:
 # transom doctor
 
 
-def test_doctor_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_PROBE_S", PATIENCE_S)
     code = exit_code("doctor", "--json", "--port", "0")
     out, err = capsys.readouterr()
     result = json.loads(out)

@@ -47,9 +47,9 @@ def calls(tmp_path: Path) -> int:
 
 
 def test_the_first_start_compiles_and_the_next_ones_load(tmp_path: Path, compiler: Path) -> None:
-    path = Build(tmp_path / "cache").wait(60)
+    path = Build(tmp_path / "cache").wait(PATIENCE_S)
     assert path.is_file()
-    assert Build(tmp_path / "cache").wait(60) == path
+    assert Build(tmp_path / "cache").wait(PATIENCE_S) == path
     assert calls(tmp_path) == 1
     assert [file.name for file in path.parent.glob("*.so")] == [path.name], "the compiler's output stayed"
 
@@ -57,7 +57,7 @@ def test_the_first_start_compiles_and_the_next_ones_load(tmp_path: Path, compile
 def test_processes_that_start_together_compile_once(tmp_path: Path, compiler: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from transom.kernels.native_build import Build\n"
-        "print(Build(Path(sys.argv[1])).wait(120))"
+        "print(Build(Path(sys.argv[1])).wait(180))"
     )
     (tmp_path / "body").write_text("sleep 0.3\n")  # the compiler's time, in which the others come to the lock
     started = [
@@ -81,13 +81,13 @@ def test_a_slow_compiler_holds_up_nobody(tmp_path: Path, compiler: Path) -> None
     with pytest.raises(NoLibraryError, match="longer than 0 s"):
         build.wait(0)
     gate.write_text("go\n")
-    assert build.wait(60).is_file()
+    assert build.wait(PATIENCE_S).is_file()
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NoLibraryError, match=r"no C\+\+ compiler \(g\+\+, c\+\+, clang\+\+\)"):
-        Build(tmp_path / "cache").wait(60)
+        Build(tmp_path / "cache").wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, compiler: Path, body: str, message: str) -> None:
     (tmp_path / "body").write_text(body + "\n")
     with pytest.raises(NoLibraryError, match=message):
-        Build(tmp_path / "cache").wait(60)
+        Build(tmp_path / "cache").wait(PATIENCE_S)
     assert list((tmp_path / "cache").glob("*.so")) == []
     (tmp_path / "body").unlink()
-    assert Build(tmp_path / "cache").wait(60).is_file(), "the next start tries again"
+    assert Build(tmp_path / "cache").wait(PATIENCE_S).is_file(), "the next start tries again"
 
 
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, compiler: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, compiler: Path
     shared.mkdir()
     shared.chmod(0o777)
     with pytest.raises(NoLibraryError, match="can be written by others"):
-        Build(shared).wait(60)
+        Build(shared).wait(PATIENCE_S)
 
 
 def test_the_key_covers_sources_and_compiler(
@@ -135,7 +135,7 @@ def test_old_libraries_are_dropped(tmp_path: Path, compiler: Path) -> None:
         old = cache / f"transom-{i:024d}.so"
         old.touch()
         os.utime(old, (i, i))
-    path = Build(cache).wait(60)
+    path = Build(cache).wait(PATIENCE_S)
     kept = {file.name for file in cache.glob("*.so")}
     assert path.name in kept
     assert kept - {path.name} == {f"transom-{i:024d}.so" for i in range(5, 12)}
@@ -165,19 +165,19 @@ def test_without_a_compiler_the_best_prebuilt_library_is_taken(
     assert "-march=x86-64-v4" in asked
     assert "-march=x86-64-v3" in asked
     assert "native " not in asked
-    found = Build(tmp_path / "cache").wait(60)
+    found = Build(tmp_path / "cache").wait(PATIENCE_S)
     assert (found.parent, kind_of(found)) == (prebuilt, "x86-64-v4")
     monkeypatch.setattr(native_build, "_cpu", lambda: NEEDED)
-    assert kind_of(Build(tmp_path / "cache").wait(60)) == "x86-64-v3"
+    assert kind_of(Build(tmp_path / "cache").wait(PATIENCE_S)) == "x86-64-v3"
     monkeypatch.setattr(native_build, "_cpu", lambda: "flags\t: fpu sse2")
     with pytest.raises(NoLibraryError, match=r"no C\+\+ compiler"):
-        Build(tmp_path / "cache").wait(60)
+        Build(tmp_path / "cache").wait(PATIENCE_S)
 
 
 def test_a_prebuilt_library_that_does_not_work_here_is_passed_over(tmp_path: Path, prebuilt: Path) -> None:
     (best,) = prebuilt.glob("transom-x86-64-v4-*.so")
     best.write_bytes(b"garbage")
-    assert kind_of(Build(tmp_path / "cache").wait(60)) == "x86-64-v3"
+    assert kind_of(Build(tmp_path / "cache").wait(PATIENCE_S)) == "x86-64-v3"
 
 
 def test_prebuilt_libraries_of_other_sources_are_not_taken(
@@ -188,14 +188,14 @@ def test_prebuilt_libraries_of_other_sources_are_not_taken(
     (sources / "vec.h").write_text((sources / "vec.h").read_text() + "// changed\n")
     monkeypatch.setattr(native_build, "SOURCES", sources)
     with pytest.raises(NoLibraryError, match=r"no C\+\+ compiler"):
-        Build(tmp_path / "cache").wait(60)
+        Build(tmp_path / "cache").wait(PATIENCE_S)
 
 
 def test_a_compiler_that_is_there_is_used_first(
     tmp_path: Path, prebuilt: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    assert Build(tmp_path / "cache").wait(60).parent == tmp_path / "cache"
+    assert Build(tmp_path / "cache").wait(PATIENCE_S).parent == tmp_path / "cache"
 
 
 def test_prebuilding_that_fails_fails_the_image(
