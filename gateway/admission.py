@@ -177,8 +177,9 @@ class Admission:
 
     @contextmanager
     def buffer(self, caller: Caller = ANYBODY) -> Iterator[Callable[[int], None]]:
-        """Hold memory for a request body: call what is yielded with the size of each piece that came.
+        """Hold memory for a request's body or its answer.
 
+        Call what is yielded with the size of each piece that came.
         What a client only announces counts for nothing: else a few idle connections could fill the room.
         A key among several may hold as much as is left to the others, so that there is always some left.
         """
@@ -191,7 +192,8 @@ class Admission:
             own = self._bytes_of[caller.id] + size_bytes
             if others and (left < 0 or (self._shared and own > max(left, size_bytes))):
                 raise OverloadedError(
-                    f"{self.buffered_bytes} bytes of requests are held, {self._max_bytes} are allowed",
+                    f"{self.buffered_bytes} bytes of requests and answers are held,"
+                    f" {self._max_bytes} are allowed",
                     retry_after_s=1,
                 )
             held += size_bytes

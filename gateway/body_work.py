@@ -11,6 +11,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from transom.gateway.admission import Caller
 
 T = TypeVar("T")
 
@@ -26,10 +29,20 @@ class BodyWork:
         # them, from one thread soon, from many only when they have all had their turn.
         self._parser = ThreadPoolExecutor(1, "parse")
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, "build")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def parse(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Do what takes time for the size of a body and holds the interpreter; large ones in turn."""
-        return await self._run(self._parser, size_bytes, work)
+    async def parse(self, caller: Caller, size_bytes: int, work: Callable[[], T]) -> T:
+        """Do what takes time for the size of a body and holds the interpreter; large ones in turn.
+
+        One of each caller stands in the queue, so that nobody's many make others wait for more than one.
+        """
+        if size_bytes <= _LARGE_BYTES:
+            return await self._run(self._parser, size_bytes, work)
+        turn = self._turns.get(caller.id)
+        if turn is None:
+            turn = self._turns[caller.id] = asyncio.Lock()
+        async with turn:
+            return await self._run(self._parser, size_bytes, work)
 
     async def build(self, size_bytes: int, work: Callable[[], T]) -> T:
         """Do what takes time for what a body holds, mostly without the interpreter."""

@@ -49,7 +49,10 @@ class GatewayConfig(StageConfig):
     )
 
     max_body_mb: int = setting(64, "size of a request body", ge=1, le=4096)
-    max_buffered_mb: int = setting(1024, "size of all request bodies held at once", ge=1, le=1_048_576)
+    max_buffered_mb: int = setting(
+        1024, "size of all request bodies, and of answers that are not streamed, held at once",
+        ge=1, le=1_048_576,
+    )  # fmt: skip
     max_media_items: int = setting(64, "media items of one request", ge=0, le=4096)
     max_request_pixels: int = setting(
         1_000_000_000, "pixels of all images of one request, and of one frame of each video", ge=1, le=10**12

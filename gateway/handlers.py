@@ -18,7 +18,12 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from transom.errors import CancelledRequestError, NotFoundError, TransomError, UnavailableError
+from transom.errors import (
+    CancelledRequestError,
+    NotFoundError,
+    TransomError,
+    UnavailableError,
+)
 from transom.gateway.admission import Admission
 from transom.gateway.body_work import BodyWork
 from transom.gateway.config import GatewayConfig
@@ -53,6 +58,9 @@ from transom.messages import Grammar, PromptStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+_DELTA_BYTES = 300  # of a piece of an answer (CPython 3.11)
 
 
 def shutting_down() -> UnavailableError:
@@ -139,18 +147,20 @@ class Handlers:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: the ids of a prompt or of chat messages; media items stand as single pads."""
-        with self._admission.buffer(api_key().caller) as grow:
+        caller = api_key().caller
+        with self._admission.buffer(caller) as grow:
             body = await self._body(request, grow)
-            name, asked = await self._work.parse(len(body), lambda: self._model.parse_tokenize(body))
+            name, asked = await self._work.parse(caller, len(body), lambda: self._model.parse_tokenize(body))
             ids = await self._work.build(len(body), lambda: self._model.tokenize(asked))
         self._check_model(name)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_context})
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        with self._admission.buffer(api_key().caller) as grow:
+        caller = api_key().caller
+        with self._admission.buffer(caller) as grow:
             body = await self._body(request, grow)
-            name, text = await self._work.parse(len(body), lambda: self._model.detokenize(body))
+            name, text = await self._work.parse(caller, len(body), lambda: self._model.detokenize(body))
         self._check_model(name)
         return json_response({"prompt": text})
 
@@ -212,7 +222,7 @@ class Handlers:
             with self._admission.buffer(caller) as grow:
                 body = await self._body(request, grow)
                 timeline.mark("body")
-                parsed = await self._work.parse(len(body), lambda: parse(body, self._model.limits))
+                parsed = await self._work.parse(caller, len(body), lambda: parse(body, self._model.limits))
                 timeline.mark("parse")
                 job = await self._work.build(len(body), lambda: make_job(parsed, timeline))
                 timeline.mark("prepare")
@@ -280,13 +290,21 @@ class Handlers:
 
     async def _whole(self, job: Job, exchange: Exchange) -> web.StreamResponse:
         deltas: list[list[Delta]] = [[] for _ in job.plans]
-        while not all(output.ended() for output in job.outputs):
-            await exchange.wait()
-            for number, delta in self._news(job, exchange):
-                deltas[number].append(delta)
-        reasons = [output.finish_reason or "" for output in job.outputs]
-        body = job.renderer.whole(deltas, reasons, self._usage(job, exchange))
-        return json_response(body, headers={"X-Request-Id": job.head.id})
+        logprob_bytes = 0
+        with self._admission.buffer(api_key().caller) as grow:
+            while not all(output.ended() for output in job.outputs):
+                await exchange.wait()
+                for number, delta in self._news(job, exchange):
+                    deltas[number].append(delta)
+                    logprob_bytes += delta.logprob_bytes
+                    grow(_DELTA_BYTES + len(delta.content) + len(delta.reasoning) + delta.logprob_bytes)
+            reasons = [output.finish_reason or "" for output in job.outputs]
+            used, headers = self._usage(job, exchange), {"X-Request-Id": job.head.id}
+            # With twenty alternatives of each token there can be millions of them.
+            return await self._work.build(
+                logprob_bytes,
+                lambda: json_response(job.renderer.whole(deltas, reasons, used), headers=headers),
+            )
 
     async def _stream(self, request: web.Request, job: Job, exchange: Exchange) -> web.StreamResponse:
         stream = EventStream(

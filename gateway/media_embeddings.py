@@ -100,7 +100,9 @@ class MediaEmbeddings:
             with self.admission.buffer(caller) as grow:
                 body = await self.read_body(request, grow)
                 timeline.mark("body")
-                parsed = await self.work.parse(len(body), lambda: parse_embedding(body, self.model.limits))
+                parsed = await self.work.parse(
+                    caller, len(body), lambda: parse_embedding(body, self.model.limits)
+                )
                 name = self.check_model(parsed.model)
                 key = await self.work.build(len(body), parsed.item.routing_key)
                 one = Attachment(parsed.item, key)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.gateway.gateway_process import gateway_process
 from tests.patience import PATIENCE_S
+from transom.gateway.admission import ANYBODY, Caller
 from transom.gateway.body_work import BodyWork
 from transom.gateway.fields import nests_deeper
 from transom.tokenizer import Tokenizer
@@ -25,10 +26,10 @@ LARGE = 10_000_000
 @pytest.mark.parametrize("size_bytes", [100, 20_000])
 async def test_small_bodies_do_not_wait_for_large_ones(size_bytes: int) -> None:
     work, go_on = BodyWork(), threading.Event()
-    large = [asyncio.create_task(work.parse(LARGE, go_on.wait)) for _ in range(40)]
+    large = [asyncio.create_task(work.parse(ANYBODY, LARGE, go_on.wait)) for _ in range(40)]
     large += [asyncio.create_task(work.build(LARGE, go_on.wait)) for _ in range(40)]
     async with asyncio.timeout(PATIENCE_S):
-        assert await work.parse(size_bytes, lambda: "parsed") == "parsed"
+        assert await work.parse(ANYBODY, size_bytes, lambda: "parsed") == "parsed"
         assert await work.build(size_bytes, lambda: "built") == "built"
     go_on.set()
     assert all(await asyncio.gather(*large))
@@ -43,7 +44,9 @@ async def test_large_bodies_are_parsed_in_turn_also_when_clients_leave() -> None
         assert go_on.wait(PATIENCE_S)
         done.append(number)
 
-    tasks = [asyncio.create_task(work.parse(LARGE, lambda n=number: parse(n))) for number in range(4)]
+    tasks = [
+        asyncio.create_task(work.parse(ANYBODY, LARGE, lambda n=number: parse(n))) for number in range(4)
+    ]
     assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
     for number in (0, 2):
         tasks[number].cancel()
@@ -52,6 +55,25 @@ async def test_large_bodies_are_parsed_in_turn_also_when_clients_leave() -> None
     go_on.set()
     await asyncio.gather(tasks[1], tasks[3])
     assert done == [0, 1, 3]
+
+
+async def test_who_sends_one_large_body_waits_for_one_of_who_sends_many() -> None:
+    work, go_on, order = BodyWork(), threading.Event(), list[str]()
+
+    def parse(name: str) -> None:
+        assert go_on.wait(PATIENCE_S)
+        order.append(name)
+
+    async def send(key: str, name: str) -> None:
+        await work.parse(Caller(key), LARGE, lambda: parse(name))
+
+    tasks = [asyncio.create_task(send("many", f"many-{number}")) for number in range(20)]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(send("one", "one")))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert order == ["many-0", "one", *(f"many-{number}" for number in range(1, 20))]
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:

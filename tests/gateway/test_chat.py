@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from tests.gateway.conftest import FleetFactory
 from tests.gateway.fake_workers import ROWS, Script, ScriptedFleet
-from transom.messages import EncodeJob, PrefillJob
+from transom.gateway.responses import ChatRenderer
+from transom.messages import EncodeJob, KVHandoff, PrefillJob
 
 PIXEL = "data:image/png;base64," + base64.b64encode(b"not looked at by the gateway").decode()
 
@@ -200,6 +203,44 @@ async def test_logprobs(fleet: ScriptedFleet, client: openai.AsyncOpenAI) -> Non
         streamed += found.content or [] if found else []
     assert len(streamed) == len(ids)
     assert (await fleet.prefills[0].wait_for(PrefillJob))[0].sampling.top_logprobs == 2
+
+
+async def test_many_logprobs_are_written_beside_everything_else(
+    start_fleet: FleetFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty alternatives of each of thousands of tokens take seconds to write; their memory is bounded."""
+    threads: list[str] = []
+    whole = ChatRenderer.whole
+
+    def watched(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(*args)
+
+    monkeypatch.setattr(ChatRenderer, "whole", watched)
+    fleet = await start_fleet(max_buffered_mb=1)
+    hold = asyncio.Event()
+    fleet.script = Script(answer=lambda job: "word " * 2000, logprobs=True, chunk=40, hold=hold)
+
+    async def ask(**fields: Any) -> tuple[int, Any]:
+        body = {"messages": user("hi"), "max_tokens": 2500, **fields}
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=body) as response:
+            return response.status, await response.json()
+
+    async with aiohttp.ClientSession() as session:
+        asking = [asyncio.create_task(ask(logprobs=True, top_logprobs=2)) for _ in range(2)]
+        await fleet.decodes[0].wait_for(KVHandoff, 2)
+        hold.set()
+        answers = await asyncio.gather(*asking)
+        (refused,) = (answer for status, answer in answers if status == 429)
+        assert "of requests and answers are held, 1048576 are allowed" in refused["error"]["message"]
+        (taken,) = (answer for status, answer in answers if status == 200)
+        tokens = taken["choices"][0]["logprobs"]["content"]
+        assert len(tokens) == len(fleet.tokenizer.encode("word " * 2000))
+        assert tokens[7]["top_logprobs"][0] == {key: tokens[7][key] for key in ("token", "logprob", "bytes")}
+        assert fleet.stage.load()["buffered_bytes"] == 0
+        fleet.script = Script()
+        assert (await ask())[0] == 200
+    assert [name.partition("_")[0] for name in threads] == ["build", threading.current_thread().name]
 
 
 async def test_sampling_reaches_the_workers(fleet: ScriptedFleet, client: openai.AsyncOpenAI) -> None:
