@@ -82,7 +82,13 @@ def typed_json(text: str, types: set[str]) -> str:
             return to_json(text)
     if types and not json_types(value) & types:
         return to_json(text)
-    return to_json(value)
+    try:
+        shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        shown.encode()
+    except ValueError:
+        # 1e999, or half a surrogate pair: JSON that Python reads, but writes as what is none.
+        return stripped
+    return shown
 
 
 def _refuse_constant(name: str) -> Any:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -78,6 +79,26 @@ def test_a_tool_call_is_read_with_the_types_of_its_schema() -> None:
     assert calls[0]["function"]["name"] == "weather"
     assert calls[0]["id"] == "call_0"
     assert arguments(calls) == [WANTED]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("wind", "1e999"),
+        ("wind", "-1e999"),
+        ("tags", "[1, [1e999]]"),
+        ("tags", r'["\ud800"]'),
+        ("tags", r'["\ud83d\ude00"]'),
+        ("where", r'{"\udfff": 1}'),
+    ],
+)
+def test_what_json_can_say_and_python_can_not_write_stays_json(key: str, value: str) -> None:
+    call = f"<tool_call>\n<function=weather>\n<parameter={key}>{value}</parameter>\n</function></tool_call>"
+    _, calls = read_tools([call])
+    written = calls[0]["function"]["arguments"]
+    orjson.dumps(written)  # it can go out
+    assert "Infinity" not in written
+    assert json.loads(written) == {key: json.loads(value)}
 
 
 TEXTS = [
