@@ -108,4 +108,4 @@ def _wav_samples(content: bytes) -> NDArray[np.float32]:
     with wave.open(io.BytesIO(content)) as file:
         assert (file.getsampwidth(), file.getnchannels(), file.getframerate()) == (2, 1, 8000)
         raw = np.frombuffer(file.readframes(file.getnframes()), "<i2")
-    return np.asarray(raw, dtype=np.float32) / np.float32(32768)
+    return raw.astype(np.float32) / np.float32(32768)
