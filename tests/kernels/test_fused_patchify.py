@@ -35,7 +35,6 @@ def run_python(code: str, **environment: str) -> None:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -163,13 +163,20 @@ def test_what_a_murdered_pipeline_leaves_goes_with_the_next_start(own_pipeline: 
 
 def test_a_start_without_encoders_removes_what_others_left(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")  # no pictures, no sounds, and no model that could start
-    name = arena_name(uuid.uuid4().hex, os.geteuid())
-    ShmEmbeddingCache(SHM_FOLDER / name, 1 << 20).close()
-    assert name in arenas()
-    done = transom("up", "--port", "0", "--model", str(tmp_path))
-    assert done.returncode == 2
-    assert f"removed /dev/shm/{name}: its processes are gone" in done.stderr
-    assert name not in arenas()
+    said = ""
+    for _ in range(5):
+        name = arena_name(uuid.uuid4().hex, os.geteuid())
+        cache = ShmEmbeddingCache(SHM_FOLDER / name, 1 << 20)
+        assert name in arenas()
+        cache.close()
+        done = transom("up", "--port", "0", "--model", str(tmp_path))
+        assert done.returncode == 2
+        assert name not in arenas()
+        said += done.stderr
+        if f"removed /dev/shm/{name}: its processes are gone" in done.stderr:
+            break  # else another pipeline on this machine has started at the same time, and was first
+    else:
+        raise AssertionError(said)
 
 
 def test_stopping_while_starting(own_pipeline: Any) -> None:
