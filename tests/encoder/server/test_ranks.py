@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -49,6 +50,11 @@ def mappings(line: dict[str, Any]) -> int:
 def arenas(scope: str) -> list[str]:
     """The embedding caches of a scope in shared memory."""
     return [name for name in os.listdir("/dev/shm") if scope in name]
+
+
+def inodes(scope: str) -> list[int]:
+    """Which memory those are: a name may have been removed and made anew."""
+    return [os.stat(f"/dev/shm/{name}").st_ino for name in arenas(scope)]
 
 
 async def metric(line: dict[str, Any], name: str) -> dict[str, float]:
@@ -303,9 +309,16 @@ async def test_a_rank_that_hangs_is_replaced(
         assert after.error is None
 
 
-async def test_a_killed_server_takes_its_processes_along_and_its_memory_is_found_again(
-    encoder_process: Start, new_client: Any, make_picture: Make
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Comeback:
+    """What one encoder gave before it was killed, and the next one for the same picture."""
+
+    kept: Any
+    again: Any
+    same_memory: bool
+
+
+async def killed_and_started_again(encoder_process: Start, new_client: Any, make_picture: Make) -> Comeback:
     scope = uuid.uuid4().hex[:12]
     process, line = await asyncio.to_thread(encoder_process, "--ranks", "2", scope=scope)
     pids = ranks(line) + decoders(line)
@@ -316,7 +329,7 @@ async def test_a_killed_server_takes_its_processes_along_and_its_memory_is_found
         while not (await client.load())["cache_entries"]:
             pass  # it is kept after it was sent
         client.send("running", "image", make_picture(601))
-        assert len(arenas(scope)) == 1
+        (memory,) = inodes(scope)
         process.kill()
         await asyncio.to_thread(process.wait)
     async with asyncio.timeout(PATIENCE_S):
@@ -326,11 +339,22 @@ async def test_a_killed_server_takes_its_processes_along_and_its_memory_is_found
     async with new_client(line) as client:
         again = client.send("again", "image", make_picture(600))
         await client.wait(again)
-        assert again.done.cache_hit
-        assert again.embedding.tobytes() == kept.embedding.tobytes()
+        same = inodes(scope) == [memory]
     process.terminate()
     assert await asyncio.to_thread(process.wait) == 0
     assert not arenas(scope)
+    return Comeback(kept, again, same)
+
+
+async def test_a_killed_server_takes_its_processes_along_and_its_memory_is_found_again(
+    encoder_process: Start, new_client: Any, make_picture: Make
+) -> None:
+    for _ in range(3):
+        found = await killed_and_started_again(encoder_process, new_client, make_picture)
+        if found.same_memory:
+            break  # else another encoder on this machine started meanwhile and removed it as an orphan
+    assert found.again.done.cache_hit
+    assert found.again.embedding.tobytes() == found.kept.embedding.tobytes()
 
 
 async def test_200_requests_with_294_images_lose_none_and_health_answers(
