@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import orjson
@@ -26,6 +27,8 @@ MAX_SCHEMA_BYTES = 64 * 1024
 _MAX_PROPERTIES = 500  # of one object: each one that may be left out makes every step dearer
 _MAX_STEPS = 10_000  # of all multipleOf: an automaton has as many states
 _MAX_COUNT = 1_000_000
+# The grammar library counts by way of floats: beyond, answers would be wrong; far beyond, the process ends.
+_MAX_NUMBER = 2**53
 _MAX_HOPS = 32
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -43,7 +46,7 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _DEFS = ("$defs", "definitions")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
-_BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
+_LOWER, _UPPER = ("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")
 
 
 def check_schema(schema: Any, path: str) -> dict[str, Any]:
@@ -67,7 +70,8 @@ class _Checker:
             **dict.fromkeys(_LISTS, self._list),
             **dict.fromkeys(_MAPS, self._map),
             **dict.fromkeys(_COUNTS, _count),
-            **dict.fromkeys(_BOUNDS, _number),
+            **dict.fromkeys(_LOWER, partial(_bound, side=1)),
+            **dict.fromkeys(_UPPER, partial(_bound, side=-1)),
             "$ref": self._ref,
             "const": _any,
             "enum": _enum,
@@ -143,13 +147,20 @@ class _Checker:
 
 
 def _any(value: Any, path: str, depth: int) -> Any:
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, (dict, list)):
+            stack.extend(one.values() if isinstance(one, dict) else one)
+        elif isinstance(one, (int, float)) and abs(one) > _MAX_NUMBER:
+            raise refuse(path, f"{show(one)} is out of range, -{_MAX_NUMBER} to {_MAX_NUMBER}")
     return value
 
 
 def _enum(value: Any, path: str, depth: int) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise refuse(path, f"expected an array that is not empty, got {show(value)}")
-    return value
+    return [_any(item, path, depth) for item in value]
 
 
 def _count(value: Any, path: str, depth: int) -> int:
@@ -160,10 +171,14 @@ def _count(value: Any, path: str, depth: int) -> int:
     return int(value)
 
 
-def _number(value: Any, path: str, depth: int) -> Any:
+def _bound(value: Any, path: str, depth: int, *, side: int) -> Any:
+    """Return a lower (`side` 1) or an upper bound (-1), drawn in to what the grammar library can count."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise refuse(path, f"expected a number, got {show(value)}")
-    return value
+    if value * side > _MAX_NUMBER:
+        raise refuse(path, f"{show(value)} is out of range, at {'most' if side > 0 else 'least'}"
+                           f" {side * _MAX_NUMBER} is allowed")  # fmt: skip
+    return value if abs(value) <= _MAX_NUMBER else -side * _MAX_NUMBER
 
 
 def _format(value: Any, path: str, depth: int) -> str:

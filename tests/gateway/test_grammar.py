@@ -136,6 +136,10 @@ def test_json_object_mode_gives_objects(vocabulary: LLTokenizer, seed: int) -> N
     {"type": "object", "properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 2}]}}},
     {"type": ["object", "null"], "title": "ignored", "x-guidance": {"lenient": True}, "default": None},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"const": "x"}], "items": False, "minItems": 2},
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+    {"type": "integer", "exclusiveMinimum": -1e300, "exclusiveMaximum": -(2**53) + 2},
+    {"type": "number", "minimum": -1e300, "maximum": 1e300},
+    {"enum": [2**53, -(2**53), 0.5]},
 ])  # fmt: skip
 def test_references_unions_and_annotations(vocabulary: LLTokenizer, schema: dict[str, Any]) -> None:
     grammar = '%llguidance {"no_forcing": true}\nstart: json\njson: ' + inline_json(check_schema(schema, "s"))
@@ -204,6 +208,10 @@ BAD_SCHEMAS: list[tuple[Any, str, str]] = [
     ({"format": "binary"}, ".format", "'binary' is not one of date"),
     ({"pattern": 3}, ".pattern", "expected a string"),
     ({"minLength": -1}, ".minLength", "out of range"),
+    ({"type": "integer", "minimum": 1e300}, ".minimum", "out of range, at most 9007199254740992 is allowed"),
+    ({"maximum": -(2**60)}, ".maximum", "out of range, at least -9007199254740992 is allowed"),
+    ({"const": {"a": [-1e300]}}, ".const", "out of range, -9007199254740992 to 9007199254740992"),
+    ({"enum": ["a", 2**53 + 1]}, ".enum", "out of range, -9007199254740992 to 9007199254740992"),
     ({"maxItems": "3"}, ".maxItems", "expected an integer"),
     ({"minimum": "3"}, ".minimum", "expected a number"),
     ({"multipleOf": 1_000_003}, ".multipleOf", "too large a step"),
@@ -230,7 +238,9 @@ KEYWORDS = st.sampled_from([
 ])  # fmt: skip
 JSON = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(-3, 10**18), st.floats(allow_nan=False, allow_infinity=False),
+        st.none(), st.booleans(),
+        st.integers(-(2**63), 2**64 - 1), st.integers(-3, 3),
+        st.floats(allow_nan=False, allow_infinity=False),
         st.sampled_from(["object", "string", "#", "#/$defs/a", "(", "date"]),
     ),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYWORDS, inner, max_size=4)),
