@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -388,11 +389,12 @@ async def test_the_timeline_shows_that_stages_overlap(
 ) -> None:
     pictures = [make_picture(700 + n, 640, 480, "JPEG") for n in range(24)]
     stages: dict[str, Any] = {}
+    rounds = itertools.count()
     # While one batch was in a forward, pictures of later ones were decoded and prepared: unless the machine
     # let one wait for the other.
     async with asyncio.timeout(PATIENCE_S):
         while not all(stages.get(one, {}).get("during_forward_s") for one in ("decode", "preprocess")):
-            results = send_all(duo, f"overlap-{len(stages)}", pictures)
+            results = send_all(duo, f"overlap-{next(rounds)}", pictures)
             await duo.wait(*results)
             assert await asyncio.to_thread(main, ["timeline", duo.line["http"], "--json"]) == 0
             stages = json.loads(capsys.readouterr().out)["stages"]
