@@ -30,6 +30,7 @@ Frame = bytes | bytearray | memoryview
 _SMALL_FRAME_BYTES = 16 * 1024  # below this a copy costs less than zero-copy bookkeeping
 _TAKEN_IN_A_ROW = 64  # messages, before others on the event loop get their turn
 _DONT_WAIT = int(zmq.DONTWAIT)
+_GRACE_S = 0.5
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 
@@ -104,9 +105,7 @@ class _Peer:
                 self._wakeup.clear()
                 await self._wakeup.wait()
             if not self._connected.is_set():
-                try:
-                    await asyncio.wait_for(self._connected.wait(), self._transport.connect_timeout_s)
-                except TimeoutError:
+                if not await self._until_connected():
                     self._transport.lose(self.address, "no connection")
                     return
             item = self._queue[0]
@@ -118,6 +117,19 @@ class _Peer:
             self._room.set()
             # It may hold leased memory, and the next message may be long in coming.
             del item
+
+    async def _until_connected(self) -> bool:
+        """Wait for the connection; False when it takes too long.
+
+        A loop that stood still runs its timers before it reads its sockets: it looks again after them.
+        """
+        for limit_s in (self._transport.connect_timeout_s, _GRACE_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._connected.wait()
+            if self._connected.is_set():
+                return True
+        return False
 
     async def _watch(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -261,6 +262,17 @@ async def test_nobody_there_is_a_loss_after_the_timeout() -> None:
     own.on_peer_lost = lost.put_nowait
     own.send("tcp://127.0.0.1:9", PING)
     assert await asyncio.wait_for(lost.get(), PATIENCE_S) == "tcp://127.0.0.1:9"
+    await own.close()
+
+
+async def test_a_loop_that_stood_still_takes_no_peer_for_absent(pair: tuple[Transport, Transport]) -> None:
+    _, right = pair
+    own = Transport(connect_timeout_s=0.2)
+    await own.start()
+    own.send(right.address, PING)
+    await asyncio.sleep(0)  # it waits for the connection
+    time.sleep(0.5)  # noqa: ASYNC251  which the other side makes meanwhile
+    assert (await asyncio.wait_for(right.recv(), PATIENCE_S)).message == PING
     await own.close()
 
 
