@@ -33,7 +33,7 @@ from transom.nano.export import (
     write_tensors,
 )
 from transom.nano.stages.audio import train_audio
-from transom.nano.stages.joint import train_joint, train_mtp
+from transom.nano.stages.joint import scale_audio, train_joint, train_mtp
 from transom.nano.stages.language import train_text
 from transom.nano.stages.loop import START, load_modules, save_start
 from transom.nano.stages.pools import Pools, build_pools
@@ -41,7 +41,7 @@ from transom.nano.stages.vision import PictureSource, batch_patches, draw_exampl
 
 RUNS = Path(__file__).parent / "runs"
 STEPS = {"vision": 10_000, "audio": 900, "text": 750, "joint": 2850, "mtp": 250}
-RATES = {"vision": 2e-3, "joint": 2e-3, "mtp": 4e-3}
+RATES = {"vision": 2e-3, "audio": 2e-3, "joint": 2e-3, "mtp": 4e-3}
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ class Run:
         tower = load_vision(self.checkpoint, torch.float32, "cpu")
         save_file(tower.state_dict(), self.runs / "tower.safetensors")
         save_start(self.runs / "vision", {"tower": tower})
+        save_start(self.runs / "audio_encoder", {"encoder": audio.tokenizer})
         save_start(self.runs / "audio", {"audio": audio})
-        save_start(self.runs / "joint", {"language": language, "audio": audio})
+        save_start(self.runs / "joint", {"language": language})
         save_start(self.runs / "mtp", {"mtp": language.mtp})
 
     def vision(self) -> None:
@@ -97,10 +98,8 @@ class Run:
 
     def audio(self) -> None:
         """Stage B: the audio path."""
-        recordings = datasets.spoken_path(self.spoken_digits)
-        train_audio(
-            self.runs, AudioConfig.from_folder(self.assets), recordings, self.steps["audio"], self.seed
-        )
+        recordings, cfg = datasets.spoken_path(self.spoken_digits), AudioConfig.from_folder(self.assets)
+        train_audio(self.runs, cfg, recordings, self.steps["audio"], self.rates["audio"], self.seed)
 
     def text(self) -> None:
         """Text stage: dialogue, copying, recall."""
@@ -123,10 +122,11 @@ class Run:
     def joint(self) -> None:
         """Stage C: everything together."""
         language, audio = new_language_model(self.assets), AudioEncoder(AudioConfig.from_folder(self.assets))
+        pools = Pools.load(self.runs / "pools")
+        load_modules(self.runs / "audio", {"audio": audio})
         if not (self.runs / "joint" / START).exists():
             load_modules(self.runs / "text", {"language": language})
-        load_modules(self.runs / "audio", {"audio": audio})
-        pools = Pools.load(self.runs / "pools")
+            scale_audio(audio, pools)
         train_joint(
             self.assets,
             self.runs / "joint",
@@ -165,7 +165,9 @@ class Run:
 
     def _models(self) -> Models:
         language, audio = new_language_model(self.assets), AudioEncoder(AudioConfig.from_folder(self.assets))
-        load_modules(self.runs / "joint", {"language": language, "audio": audio})
+        load_modules(self.runs / "joint", {"language": language})
+        trained = (self.runs / "joint" / "state.safetensors").exists()
+        load_modules(self.runs / ("joint" if trained else "audio"), {"audio": audio})
         tower = VisionTower(VisionConfig.from_folder(self.assets))
         tower.load_state_dict(load_file(self.runs / "tower.safetensors"))
         return Models(language, tower, audio)
@@ -195,7 +197,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="steps of the stage, instead of its default")
     parser.add_argument(
-        "--rate", type=float, help="peak learning rate of vision, joint or mtp, instead of its default"
+        "--rate", type=float, help="peak learning rate of vision, audio, joint or mtp, instead of its default"
     )
     parser.add_argument(
         "--spoken-digits", help=f"Free Spoken Digits, a .tar.xz or a folder (or {datasets.SPOKEN_ENV})"

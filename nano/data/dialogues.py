@@ -98,6 +98,14 @@ def recall_dialogue(rng: Rng, filler_chars: int) -> list[Message]:
     return _with_system([{"role": "user", "content": asked}, assistant(answer)], rng)
 
 
+def recall_lesson(rng: Rng, filler_chars: int) -> list[Message]:
+    """Draw questions about several facts of one long text: an answer costs little once the text is read."""
+    messages: list[Message] = []
+    for asked, answer in texts.recall_all(rng, filler_chars, int(rng.integers(1, 7))):
+        messages += [{"role": "user", "content": asked}, assistant(answer)]
+    return _with_system(messages, rng)
+
+
 def media_dialogue(source: MediaSource, rng: Rng, modality: str) -> list[Message]:
     """Draw a question about one item, at times with small talk before it or a follow-up."""
     item = (

@@ -335,6 +335,14 @@ def recall(rng: Rng, filler_chars: int, facts: int = 1) -> tuple[str, str]:
 
     Return (prompt, answer); the prompt ends with the question.
     """
+    return recall_all(rng, filler_chars, facts)[0]
+
+
+def recall_all(rng: Rng, filler_chars: int, facts: int) -> Turns:
+    """Hide `facts` facts in about `filler_chars` characters of other text; ask for each, one a turn.
+
+    The first prompt is the text and a question.
+    """
     owners = [str(name) for name in rng.choice(NAMES, facts, replace=False)]
     thing = pick(rng, OBJECTS)
     secrets = {owner: _secret(rng) for owner in owners}
@@ -350,12 +358,16 @@ def recall(rng: Rng, filler_chars: int, facts: int = 1) -> tuple[str, str]:
     for owner in owners:
         place = int(rng.integers(0, len(sentences) + 1))
         sentences.insert(place, form.format(o=thing, n=owner, s=secrets[owner]))
-    asked = owners[int(rng.integers(len(owners)))]
+    first = int(rng.integers(len(owners)))
     question = pick(
         rng, ("What is the {o} of {n}?", "Tell me the {o} of {n}.", "Now, what is the {o} of {n}?")
     )
-    prompt = " ".join([*sentences, question.format(o=thing, n=asked)])
-    return prompt, f"The {thing} of {asked} is {secrets[asked]}."
+    turns = []
+    for asked in owners[first:] + owners[:first]:
+        words = question.format(o=thing, n=asked)
+        said = words if turns else " ".join([*sentences, words])
+        turns.append((said, f"The {thing} of {asked} is {secrets[asked]}."))
+    return turns
 
 
 def small_talk(rng: Rng) -> tuple[str, str]:

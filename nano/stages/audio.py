@@ -2,7 +2,9 @@
 
 Used by training only. The encoder says what is heard in every 40 ms frame; its features are clustered
 into residual codebooks, which stay frozen; the group encoder says the same from the codes alone, so
-that the language model later starts from tokens that carry the answer. The heads are thrown away.
+that the language model later starts from tokens that carry the answer. The heads are thrown away. From an
+unpacked checkpoint, new heads settle first, and the codebooks move from where they are, so that most codes
+keep their meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from transom.encoder.models.config import AudioConfig
 from transom.nano.data import datasets
 from transom.nano.data.sounds import DIGIT_BASE, LABEL_COUNT, QUIET, RATE, Sound, SpokenDigits, any_sound
 from transom.nano.media import sound_mel
-from transom.nano.stages.loop import Loop, LoopConfig, Rng, load_modules
+from transom.nano.stages.loop import (
+    Loop,
+    LoopConfig,
+    Rng,
+    load_modules,
+    save_start,
+    settle_head,
+    starts_from_weights,
+)
 
 FRAME_SAMPLES = RATE // 25
 # The encoder is causal and needs a moment of a sound before it can name it.
@@ -78,38 +88,56 @@ class FrameHead(nn.Module):
 
 
 def train_tokenizer_encoder(
-    folder: Path, cfg: AudioConfig, spoken: SpokenDigits, steps: int, seed: int
+    folder: Path, cfg: AudioConfig, spoken: SpokenDigits, steps: int, rate: float, seed: int
 ) -> None:
     """Train the tokenizer's encoder on frame labels."""
     torch.manual_seed(seed)
     encoder, head = AudioTokenizerEncoder(cfg.tokenizer), FrameHead(cfg.tokenizer.d_model)
-    loop = Loop(
-        "audio encoder", folder, {"encoder": encoder, "head": head}, LoopConfig(steps, 1.5e-3, seed=seed)
-    )
 
     def step(_: int, rng: Rng) -> tuple[Tensor, dict[str, float]]:
         sounds, mels = _draw_sounds(spoken, rng, BATCH)
-        features = encoder.features([_mask_mel(mel, rng) for mel in mels])
+        features = encoder.features([_vary_mel(mel, rng) for mel in mels])
         labelled = [frame_labels(sound, len(part)) for sound, part in zip(sounds, features)]
         labels, weights = (torch.cat([pair[i] for pair in labelled]) for i in range(2))
         logits = head(torch.cat(features))
         return _weighted_loss(logits, labels, weights), _accuracy(logits, labels, weights)
 
-    loop.run(step)
+    if starts_from_weights(folder):
+        settle_head(folder, {"encoder": encoder}, {"head": head}, step, seed)
+    modules: dict[str, nn.Module] = {"encoder": encoder, "head": head}
+    Loop("audio encoder", folder, modules, LoopConfig(steps, rate, seed=seed)).run(step)
 
 
-def _mask_mel(mel: Tensor, rng: Rng) -> Tensor:
-    """Hide a band of mels and shift the level: recordings differ more than six speakers do."""
+def _vary_mel(mel: Tensor, rng: Rng) -> Tensor:
+    """Shift the level, warp the frequencies, hide bands and moments: six speakers differ too little."""
     mel = mel + float(rng.normal(0, 0.4))
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
+        mel = _warp(mel, float(rng.uniform(0.9, 1.1)))
+    quiet = mel.min()
+    for _ in range(int(rng.integers(0, 3))):
         low = int(rng.integers(0, mel.shape[1] - 12))
-        mel[:, low : low + int(rng.integers(2, 12))] = mel.min()
+        mel[:, low : low + int(rng.integers(2, 12))] = quiet
+    if rng.random() < 0.3:
+        first = int(rng.integers(0, len(mel)))
+        mel[first : first + int(rng.integers(2, 9))] = quiet
     return mel
+
+
+def _warp(mel: Tensor, factor: float) -> Tensor:
+    """Stretch (frames, mels) along the mels, as a longer or shorter vocal tract does."""
+    count = mel.shape[1]
+    places = (torch.arange(count) * factor).clamp_max(count - 1)
+    low = places.floor().long()
+    share = places - low
+    return mel[:, low] * (1 - share) + mel[:, (low + 1).clamp_max(count - 1)] * share
 
 
 @torch.no_grad()
 def fit_codebooks(encoder: AudioTokenizerEncoder, spoken: SpokenDigits, seed: int) -> float:
-    """Cluster the features of training sounds level by level; return the share of variance kept."""
+    """Cluster the features of training sounds level by level; return the share of variance kept.
+
+    Codebooks that were fitted before move from where they are; empty ones start at random features.
+    """
     rng = np.random.default_rng([seed, 3])
     features = []
     for _ in range(CODEBOOK_SOUNDS // 50):
@@ -119,8 +147,8 @@ def fit_codebooks(encoder: AudioTokenizerEncoder, spoken: SpokenDigits, seed: in
     variance = float((residual - residual.mean(0)).square().sum())
     for index, size in enumerate(encoder.cfg.codebook_size):
         book = encoder.quantizer.codebook(index)
-        start = rng.choice(len(residual), size, replace=False)
-        book.copy_(_kmeans(residual, residual[torch.from_numpy(start)]))
+        start = residual[torch.from_numpy(rng.choice(len(residual), size, replace=False))]
+        book.copy_(_kmeans(residual, book.clone() if bool(book.any()) else start))
         nearest = torch.cdist(residual, book).argmin(1)
         residual = residual - book[nearest]
     return 1 - float(residual.square().sum()) / variance
@@ -137,7 +165,13 @@ def _kmeans(points: Tensor, centres: Tensor) -> Tensor:
 
 
 def train_group_encoder(
-    folder: Path, audio: AudioEncoder, spoken: SpokenDigits, steps: int, seed: int, pool: int = 4000
+    folder: Path,
+    audio: AudioEncoder,
+    spoken: SpokenDigits,
+    steps: int,
+    rate: float,
+    seed: int,
+    pool: int = 4000,
 ) -> None:
     """Train speech embeddings, group encoder and projection on the labels of whole tokens."""
     rng = np.random.default_rng([seed, 4])
@@ -151,9 +185,6 @@ def train_group_encoder(
             _token_labels(sound, len(part), audio.cfg.group_size) for sound, part in zip(sounds, drawn)
         ]
     head = FrameHead(audio.cfg.out_hidden_size)
-    modules = {"audio": audio, "head": head}
-    loop = Loop("group encoder", folder, modules, LoopConfig(steps, 2e-3, seed=seed))
-    audio.tokenizer.requires_grad_(False)
 
     def step(_: int, step_rng: Rng) -> tuple[Tensor, dict[str, float]]:
         chosen = step_rng.integers(0, len(codes), 48)
@@ -161,7 +192,11 @@ def train_group_encoder(
         wanted, weights = (torch.cat([labels[i][part] for i in chosen]) for part in range(2))
         return _weighted_loss(logits, wanted, weights), _accuracy(logits, wanted, weights)
 
-    loop.run(step)
+    if starts_from_weights(folder):
+        settle_head(folder, {"audio": audio}, {"head": head}, step, seed)
+    audio.tokenizer.requires_grad_(False)
+    modules: dict[str, nn.Module] = {"audio": audio, "head": head}
+    Loop("group encoder", folder, modules, LoopConfig(steps, rate, seed=seed)).run(step)
 
 
 def _token_labels(sound: Sound, frames: int, group: int) -> tuple[Tensor, Tensor]:
@@ -175,15 +210,19 @@ def _token_labels(sound: Sound, frames: int, group: int) -> tuple[Tensor, Tensor
     return labels.gather(1, best).squeeze(1), weights.gather(1, best).squeeze(1)
 
 
-def train_audio(runs: Path, cfg: AudioConfig, recordings: Path, steps: int, seed: int) -> None:
+def train_audio(runs: Path, cfg: AudioConfig, recordings: Path, steps: int, rate: float, seed: int) -> None:
     """Run the stage: encoder, codebooks, group encoder; the last one's folder holds everything."""
     spoken = SpokenDigits(datasets.spoken("train", recordings))
-    train_tokenizer_encoder(runs / "audio_encoder", cfg, spoken, steps, seed)
+    train_tokenizer_encoder(runs / "audio_encoder", cfg, spoken, steps, 0.75 * rate, seed)
     torch.manual_seed(seed)
-    audio = AudioEncoder(cfg)
+    audio, again = AudioEncoder(cfg), starts_from_weights(runs / "audio")
+    if again:
+        load_modules(runs / "audio", {"audio": audio})
     load_modules(runs / "audio_encoder", {"encoder": audio.tokenizer})
     fit_codebooks(audio.tokenizer, spoken, seed)
-    train_group_encoder(runs / "audio", audio, spoken, steps, seed)
+    if again:
+        save_start(runs / "audio", {"audio": audio})
+    train_group_encoder(runs / "audio", audio, spoken, steps, rate, seed)
 
 
 def final_audio(runs: Path, cfg: AudioConfig) -> AudioEncoder:

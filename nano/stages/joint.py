@@ -34,7 +34,7 @@ from transom.nano.stages.pools import Pools, expand_entry
 
 BUDGET = 2560
 # What the text stage taught must not be forgotten; filler is counted in characters.
-RECALL_SHARE, ECHO_SHARE = 0.12, 0.03
+RECALL_SHARE, ECHO_SHARE = 0.14, 0.03
 LONGEST_FILLER = 7000
 
 
@@ -62,9 +62,9 @@ class MediaEmbedder:
 def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     """Draw any short dialogue, in the shares of the joint stage."""
     roll = rng.random()
-    if roll < 0.33:
+    if roll < 0.32:
         return dialogues.media_dialogue(pools, rng, "image")
-    if roll < 0.46:
+    if roll < 0.47:
         return dialogues.media_dialogue(pools, rng, "audio")
     if roll < 0.81:
         return dialogues.media_dialogue(pools, rng, "video")
@@ -75,7 +75,7 @@ def joint_prompts(writer: PromptWriter, pools: Pools, rng: Rng, budget: int) -> 
     """Draw the prompts of a group of steps: recall over filler of all lengths, copying, everything else."""
 
     def recall(r: Rng) -> list[Message]:
-        return dialogues.recall_dialogue(r, int(np.exp(r.uniform(np.log(150), np.log(LONGEST_FILLER)))))
+        return dialogues.recall_lesson(r, int(np.exp(r.uniform(np.log(150), np.log(LONGEST_FILLER)))))
 
     prompts = draw_prompts(recall, writer, rng, int(budget * RECALL_SHARE), 4500)
     prompts += echo_prompts(writer, rng, int(budget * ECHO_SHARE), 80)
@@ -104,12 +104,14 @@ def train_joint(
     seed: int,
     on_save: Callable[[], None],
 ) -> None:
-    """Run the joint stage; `language` comes from the text stage, unless the folder holds a start."""
+    """Run the joint stage; `language` comes from the text stage, unless the folder holds a start.
+
+    `audio` comes from the audio stage in any case.
+    """
     torch.manual_seed(seed)
     writer = PromptWriter(assets, expand_entry)
     language.mtp.requires_grad_(False)
     audio.tokenizer.requires_grad_(False)
-    scale_audio(audio, pools)
     balancer = LoadBalancer(language)
     embed = MediaEmbedder(writer, pools, audio)
     modules: dict[str, nn.Module] = {"language": language, "audio": audio}

@@ -26,6 +26,8 @@ from transom.nano.stages.muon import Muon
 Rng = np.random.Generator
 # Weights that a stage starts from, beside the state that it saves.
 START = "start.safetensors"
+# Until a new head says what the trained weights under it know; its gradient would be noise before.
+HEAD_STEPS = 200
 # One step: draw a batch with the generator, return the loss and what to report of it.
 StepFn = Callable[[int, Rng], tuple[Tensor, dict[str, float]]]
 
@@ -177,6 +179,24 @@ class Loop:
     def _log(self, means: dict[str, float]) -> None:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.step, **means}) + "\n")
+
+
+def starts_from_weights(folder: Path) -> bool:
+    """Tell whether a stage has been given weights to start from and has not yet saved anything itself."""
+    return (folder / START).exists() and not (folder / "state.safetensors").exists()
+
+
+def settle_head(
+    folder: Path, body: dict[str, nn.Module], head: dict[str, nn.Module], step_fn: StepFn, seed: int
+) -> None:
+    """Train a new head alone on the weights that `folder` starts from; no body has a gradient meanwhile."""
+    load_modules(folder, body)
+    for module in body.values():
+        module.requires_grad_(False)
+    settled = LoopConfig(HEAD_STEPS, 4e-3, warmup_steps=10, seed=seed + 1)
+    Loop(f"head of {folder.name}", folder / "heads", head, settled).run(step_fn)
+    for module in body.values():
+        module.requires_grad_(True)
 
 
 def load_modules(folder: Path, modules: dict[str, nn.Module], *, partial: bool = False) -> None:

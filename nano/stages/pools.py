@@ -31,6 +31,7 @@ from transom.nano.stages.vision import PictureSource
 
 PICTURES = {
     "shapes": 10000,
+    "several": 2500,
     "fashion": 24000,
     "handwritten": 3000,
     "printed": 3000,
@@ -47,7 +48,7 @@ PICTURE_SHARES = {
     "unknown": 0.09,
 }
 # Order of digits is the hardest to learn.
-VIDEO_SHARES = {"colours": 0.25, "digits": 0.47, "motion": 0.19, "still": 0.04, "unknown": 0.05}
+VIDEO_SHARES = {"colours": 0.25, "digits": 0.43, "motion": 0.22, "still": 0.05, "unknown": 0.05}
 SOUNDS = 7000
 VIDEOS, MORE_DIGITS = 5000, 2000
 SOUND_TRACK_SHARE = 0.45
@@ -287,6 +288,8 @@ def build_pools(
     source = PictureSource("train")
     draws: dict[str, Callable[[Rng], tuple[Pixels, ImageFacts]]] = {
         "shapes": images.shapes_picture,
+        # Half of the others show one shape, and few show three or four.
+        "several": lambda r: images.shapes_picture(r, count=int(r.integers(2, 5))),
         "fashion": source.fashion_picture,
         "handwritten": source.handwritten_picture,
         "printed": images.printed_digit_picture,

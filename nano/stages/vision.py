@@ -1,8 +1,10 @@
 """Stage A: teach the vision tower to see, with light classification heads on its output tokens.
 
-Used by training only. Every token answers which shape has its centre in it, the mean of a picture's
-tokens answers what kind of picture it is and which class; both for the first and the second frame.
-The heads are thrown away: the language model reads the same tokens later.
+Used by training only. Every token answers which shape has its centre in it, for the first and the second
+frame; the mean of a picture's tokens answers what kind of picture it is, which class and which way its
+shape moves. Kind and class are the first frame's, as the entries of an order are: asked for both frames'
+digits, a tower of this size learns neither well. The heads are thrown away: the language model reads the
+same tokens later.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from transom.nano.data import datasets, images, videos
 from transom.nano.data.facts import COLOURS, DIRECTIONS, FASHION, SHAPES, WORDS, ImageFacts, Shape, VideoFacts
 from transom.nano.data.images import Pixels, Rng
 from transom.nano.media import Grid, frames_patches
-from transom.nano.stages.loop import START, Loop, LoopConfig, load_modules
+from transom.nano.stages.loop import Loop, LoopConfig, settle_head, starts_from_weights
 
 KINDS = ("shapes", "fashion", "digit", "word", "plain", "unknown")
 MOTIONS = ("", *DIRECTIONS)
@@ -31,10 +33,8 @@ CLASSES = {"fashion": len(FASHION), "digit": 10, "word": len(WORDS), "plain": le
 BATCH = 64
 # Digits in videos are stretched to the frame, and a pair may show two of them: they need the most looks.
 # Chance alone makes a tenth of the pairs show two scenes, which teaches nothing about them.
-VIDEO_SHARE, MORE_DIGITS_SHARE, MORE_FASHION_SHARE = 0.4, 0.6, 0.13
+VIDEO_SHARE, MORE_DIGITS_SHARE, MORE_FASHION_SHARE, MORE_WORDS_SHARE = 0.37, 0.4, 0.18, 0.05
 CHANGE_SHARE = 0.45
-# Until new heads on a tower that can see say what it sees; its gradient would be noise before.
-HEAD_STEPS = 200
 
 
 class PictureSource:
@@ -150,10 +150,16 @@ def _centre(frame: Pixels) -> tuple[float, float]:
 
 
 def draw_example(source: PictureSource, rng: Rng) -> Example:
-    """Draw a picture, or in two cases of five a frame pair of a video."""
+    """Draw a picture, or in more than a third of the cases a frame pair of a video."""
     roll = rng.random()
     if roll > VIDEO_SHARE:
-        pixels, facts = source.fashion_picture(rng) if roll > 1 - MORE_FASHION_SHARE else source.draw(rng)
+        if roll > 1 - MORE_FASHION_SHARE:
+            pixels, facts = source.fashion_picture(rng)
+        elif roll > 1 - MORE_FASHION_SHARE - MORE_WORDS_SHARE:
+            pixels, facts = images.word_picture(rng)
+            pixels = images.wear(pixels, rng)
+        else:
+            pixels, facts = source.draw(rng)
         return Example((pixels,), (facts, facts))
     video = videos.digits_video(rng) if rng.random() < MORE_DIGITS_SHARE else videos.any_video(rng)
     first, gap = float(rng.uniform(0, max(video.duration_s - 1.3, 0.01))), float(rng.uniform(0.25, 1.2))
@@ -188,21 +194,16 @@ def _cells(facts: ImageFacts, grid: Grid, merge: int) -> Tensor:
 
 
 class VisionHeads(nn.Module):
-    """Linear heads on tokens (cells) and on their mean (kind and class), once per frame of a pair."""
+    """Linear heads on tokens (cells, once per frame of a pair) and on their mean (kind, class, motion)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         cells = 1 + len(SHAPES) * len(COLOURS)
         self.norm = nn.LayerNorm(width)
         self.cells = nn.ModuleList(nn.Linear(width, cells) for _ in range(2))
-        self.kinds = nn.ModuleList(nn.Linear(width, len(KINDS)) for _ in range(2))
+        self.kinds = nn.Linear(width, len(KINDS))
         self.motions = nn.Linear(width, len(MOTIONS))
-        self.classes = nn.ModuleDict(
-            {
-                name: nn.ModuleList(nn.Linear(width, count) for _ in range(2))
-                for name, count in CLASSES.items()
-            }
-        )
+        self.classes = nn.ModuleDict({name: nn.Linear(width, count) for name, count in CLASSES.items()})
 
     def loss(
         self, tokens: Tensor, grids: Sequence[Grid], examples: Sequence[Example], merge: int
@@ -217,29 +218,25 @@ class VisionHeads(nn.Module):
         if moving:
             ways = torch.tensor([MOTIONS.index(examples[index].motion or "") for index in moving])
             scores = self.motions(means[moving])
-            total = total + F.cross_entropy(scores, ways, reduction="sum") / len(examples)
+            total = total + 2 * F.cross_entropy(scores, ways, reduction="sum") / len(examples)
             report["motion"] = float((scores.argmax(-1) == ways).float().mean())
+        first = [example.facts[0] for example in examples]
+        kinds = torch.tensor([KINDS.index(fact.kind) for fact in first])
+        total = total + F.cross_entropy(self.kinds(means), kinds)
+        for name, head in self.classes.items():
+            chosen = [index for index, fact in enumerate(first) if fact.kind == name]
+            if not chosen:
+                continue
+            labels = torch.tensor([_class_index(first[index]) for index in chosen])
+            scores = head(means[chosen])
+            losses = F.cross_entropy(scores, labels, reduction="sum", label_smoothing=0.05)
+            total = total + 2 * losses / len(examples)
+            right = (scores.argmax(-1) == labels).float()
+            report[name] = float(right.mean())
+            if name == "digit":
+                report |= _pair_report(right, [examples[index] for index in chosen])
         for frame in range(2):
             facts = [example.facts[frame] for example in examples]
-            kinds = torch.tensor([KINDS.index(fact.kind) for fact in facts])
-            logits = self.kinds[frame](means)
-            total = total + F.cross_entropy(logits, kinds) * 0.5
-            for name, heads in self.classes.items():
-                assert isinstance(heads, nn.ModuleList)
-                chosen = [index for index, fact in enumerate(facts) if fact.kind == name]
-                if not chosen:
-                    continue
-                labels = torch.tensor([_class_index(facts[index]) for index in chosen])
-                scores = heads[frame](means[chosen])
-                total = total + F.cross_entropy(scores, labels, reduction="sum", label_smoothing=0.05) / len(
-                    facts
-                )
-                right = (scores.argmax(-1) == labels).float()
-                if frame == 0:
-                    report[name] = float(right.mean())
-                paired = torch.tensor([len(examples[index].frames) == 2 for index in chosen])
-                if name == "digit" and bool(paired.any()):
-                    report[f"video_digit_{frame}"] = float(right[paired].mean())
             cells = torch.cat([_cells(fact, grid, merge) for fact, grid in zip(facts, grids)])
             rows = torch.tensor([f.kind == "shapes" for f in facts]).repeat_interleave(torch.tensor(lens))
             if rows.any():
@@ -249,6 +246,20 @@ class VisionHeads(nn.Module):
                 if frame == 0 and bool((wanted > 0).any()):
                     report["cells"] = float((scores.argmax(-1) == wanted)[wanted > 0].float().mean())
         return total, report
+
+
+def _pair_report(right: Tensor, examples: Sequence[Example]) -> dict[str, float]:
+    """Return how many digits of frame pairs are right, apart for pairs of one scene and of two."""
+    report = {}
+    for name, mixed in (("video_digit", False), ("mixed_digit", True)):
+        rows = [
+            index
+            for index, example in enumerate(examples)
+            if len(example.frames) == 2 and (example.facts[0] != example.facts[1]) == mixed
+        ]
+        if rows:
+            report[name] = float(right[rows].mean())
+    return report
 
 
 def batch_patches(examples: Sequence[Example], cfg: ProcessorConfig) -> tuple[Tensor, list[Grid]]:
@@ -276,11 +287,7 @@ def train_vision(
         pixels, grids = batch_patches(examples, processor)
         return heads.loss(tower(pixels, grids), grids, examples, vision.spatial_merge_size)
 
-    if (folder / START).exists() and not (folder / "state.safetensors").exists():
-        load_modules(folder, {"tower": tower})
-        tower.requires_grad_(False)
-        settled = LoopConfig(HEAD_STEPS, 4e-3, warmup_steps=10, seed=seed + 1)
-        Loop("heads", folder / "heads", {"heads": heads}, settled).run(step)
-        tower.requires_grad_(True)
+    if starts_from_weights(folder):
+        settle_head(folder, {"tower": tower}, {"heads": heads}, step, seed)
     loop = Loop("vision", folder, {"tower": tower, "heads": heads}, LoopConfig(steps, rate, seed=seed))
     loop.run(step)

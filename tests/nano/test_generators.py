@@ -129,6 +129,17 @@ def test_recall_names_the_fact_that_the_text_holds() -> None:
         assert 2000 <= len(asked) < 3000
 
 
+def test_a_recall_lesson_asks_for_each_fact_of_its_text_once() -> None:
+    for seed in range(20):
+        turns = texts.recall_all(np.random.default_rng(seed), 500, 5)
+        assert turns[0] == texts.recall(np.random.default_rng(seed), 500, 5)
+        for asked, answer in turns:
+            stated = answer.rstrip(".").removeprefix("The ")
+            assert turns[0][0].count(stated) == 1
+            assert stated.split(" is ")[0] in asked
+        assert len({answer for _, answer in turns}) == 5
+
+
 def test_descriptions_are_plain_sentences() -> None:
     red, blue = Shape("circle", "red", 0.1, 0.1), Shape("cross", "orange", 0.9, 0.5)
     assert answers.describe_image(ImageFacts("shapes", shapes=(red,))) == "A red circle."

@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from transom.encoder.models.loader import load_audio
 from transom.nano import train
+from transom.nano.data.datasets import Recording
+from transom.nano.data.sounds import SpokenDigits
 from transom.nano.export import CHECKPOINT
-from transom.nano.stages.loop import Loop, LoopConfig, save_start
+from transom.nano.stages import audio as audio_stage
+from transom.nano.stages.loop import Loop, LoopConfig, save_start, settle_head, starts_from_weights
 
 
 def test_an_unpacked_checkpoint_exports_to_the_same_files(
@@ -75,3 +79,37 @@ def test_a_stage_starts_from_given_weights_and_continues_from_its_own(tmp_path: 
     save_start(tmp_path, {"tower": filled(7.0)})
     run(1, 3.0)
     assert seen[2] == (7.0, 3.0)
+
+
+def test_a_new_head_settles_on_weights_that_stay_as_they_were_given(tmp_path: Path) -> None:
+    body, head = filled(1.0), filled(1.0)
+    save_start(tmp_path, {"body": filled(5.0)})
+    assert starts_from_weights(tmp_path)
+
+    def step(_: int, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+        assert not any(parameter.requires_grad for parameter in body.parameters())
+        return head(body(torch.ones(1, 2))).square().sum(), {}
+
+    settle_head(tmp_path, {"body": body}, {"head": head}, step, seed=1)
+    assert first_weight(body) == 5.0
+    assert first_weight(head) < 0.99
+    assert all(parameter.requires_grad for parameter in body.parameters())
+    assert starts_from_weights(tmp_path)
+
+
+def test_fitted_codebooks_move_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio_stage, "CODEBOOK_SOUNDS", 100)
+    wave = np.sin(np.arange(3000) / 5).astype(np.float32)
+    spoken = SpokenDigits([Recording(digit, "sine", 5, wave) for digit in range(10)])
+    encoder = load_audio(CHECKPOINT, torch.float32, "cpu").tokenizer
+    book = encoder.quantizer.codebook(0)
+    book[3] = 1000.0
+    before = book.clone()
+    audio_stage.fit_codebooks(encoder, spoken, seed=1)
+    nearest = torch.cdist(book, before).argmin(1)
+    assert torch.equal(book[3], before[3])  # no sound is near it
+    assert not torch.equal(book, before)
+    assert float((nearest == torch.arange(len(book))).float().mean()) > 0.8
+    book.zero_()
+    audio_stage.fit_codebooks(encoder, spoken, seed=1)
+    assert bool(book.any())
