@@ -362,7 +362,7 @@ def recall_all(rng: Rng, filler_chars: int, facts: int) -> Turns:
     question = pick(
         rng, ("What is the {o} of {n}?", "Tell me the {o} of {n}.", "Now, what is the {o} of {n}?")
     )
-    turns = []
+    turns: Turns = []
     for asked in owners[first:] + owners[:first]:
         words = question.format(o=thing, n=asked)
         said = words if turns else " ".join([*sentences, words])

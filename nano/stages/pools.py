@@ -40,12 +40,12 @@ PICTURES = {
     "unknown": 2500,
 }
 PICTURE_SHARES = {
-    "shapes": 0.36,
+    "shapes": 0.33,
     "fashion": 0.27,
-    "digit": 0.13,
-    "word": 0.11,
+    "digit": 0.11,
+    "word": 0.17,
     "plain": 0.04,
-    "unknown": 0.09,
+    "unknown": 0.08,
 }
 # Order of digits is the hardest to learn.
 VIDEO_SHARES = {"colours": 0.25, "digits": 0.43, "motion": 0.22, "still": 0.05, "unknown": 0.05}
