@@ -31,7 +31,6 @@ from transom.nano.stages.vision import PictureSource
 
 PICTURES = {
     "shapes": 10000,
-    "several": 2500,
     "fashion": 24000,
     "handwritten": 3000,
     "printed": 3000,
@@ -288,8 +287,6 @@ def build_pools(
     source = PictureSource("train")
     draws: dict[str, Callable[[Rng], tuple[Pixels, ImageFacts]]] = {
         "shapes": images.shapes_picture,
-        # Half of the others show one shape, and few show three or four.
-        "several": lambda r: images.shapes_picture(r, count=int(r.integers(2, 5))),
         "fashion": source.fashion_picture,
         "handwritten": source.handwritten_picture,
         "printed": images.printed_digit_picture,
