@@ -1,10 +1,8 @@
 """Stage B: teach the audio path to hear: tokenizer encoder, its codebooks, then the group encoder.
 
-Used by training only. The encoder says what is heard in every 40 ms frame; its features are clustered
-into residual codebooks, which stay frozen; the group encoder says the same from the codes alone, so
-that the language model later starts from tokens that carry the answer. The heads are thrown away. From an
-unpacked checkpoint, new heads settle first, and the codebooks move from where they are, so that most codes
-keep their meaning.
+Used by training only. The encoder says what is heard in every 40 ms frame; its features are clustered into
+residual codebooks, which stay frozen; the group encoder says the same from the codes alone, so that the
+language model later starts from tokens that carry the answer. The heads are thrown away.
 """
 
 from __future__ import annotations
@@ -136,7 +134,8 @@ def _warp(mel: Tensor, factor: float) -> Tensor:
 def fit_codebooks(encoder: AudioTokenizerEncoder, spoken: SpokenDigits, seed: int) -> float:
     """Cluster the features of training sounds level by level; return the share of variance kept.
 
-    Codebooks that were fitted before move from where they are; empty ones start at random features.
+    Codebooks that were fitted before move from where they are, so that most codes keep their meaning; empty
+    ones start at random features.
     """
     rng = np.random.default_rng([seed, 3])
     features = []

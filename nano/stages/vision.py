@@ -2,9 +2,7 @@
 
 Used by training only. Every token answers which shape has its centre in it, for the first and the second
 frame; the mean of a picture's tokens answers what kind of picture it is, which class and which way its
-shape moves. Kind and class are the first frame's, as the entries of an order are: asked for both frames'
-digits, a tower of this size learns neither well. The heads are thrown away: the language model reads the
-same tokens later.
+shape moves. The heads are thrown away: the language model reads the same tokens later.
 """
 
 from __future__ import annotations
@@ -220,6 +218,8 @@ class VisionHeads(nn.Module):
             scores = self.motions(means[moving])
             total = total + 2 * F.cross_entropy(scores, ways, reduction="sum") / len(examples)
             report["motion"] = float((scores.argmax(-1) == ways).float().mean())
+        # The first frame's kind and class, as the entries of an order are told: asked for both frames'
+        # digits, a tower of this size learns neither well.
         first = [example.facts[0] for example in examples]
         kinds = torch.tensor([KINDS.index(fact.kind) for fact in first])
         total = total + F.cross_entropy(self.kinds(means), kinds)
