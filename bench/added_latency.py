@@ -7,7 +7,9 @@ asked for after the load, are taken out. All processes read the same monotonic c
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import orjson
@@ -89,18 +91,18 @@ async def run_rounds(
     load: Load, mock_url: str, contestants: Sequence[Contestant], done: Callable[[str, str, Figures], None]
 ) -> None:
     """Measure all rounds; `done` is called with contestant, mode and figures as each is measured."""
-    control = await Connection.open(mock_url)
-    for number in range(-1, load.rounds):  # round -1 warms up
-        turn = number % len(contestants)
-        for one in [*contestants[turn:], *contestants[:turn]]:
-            for mode in MODES:
-                step_s = 0.0 if mode == "whole" else load.step_s
-                await control.ask(post(mock_url, "/bench/pace", step_s))
-                meter = _Meter(one, mode, load, control, mock_url)
-                figures = await meter.measure(share=1 if number >= 0 else 10)
-                if number >= 0:
-                    done(one.name, mode, figures)
-    control.close()
+    # Whatever fails, connections are closed: uvloop's own end waits for those that are left.
+    with closing(await Connection.open(mock_url)) as control:
+        for number in range(-1, load.rounds):  # round -1 warms up
+            turn = number % len(contestants)
+            for one in [*contestants[turn:], *contestants[:turn]]:
+                for mode in MODES:
+                    step_s = 0.0 if mode == "whole" else load.step_s
+                    await control.ask(post(mock_url, "/bench/pace", step_s))
+                    meter = _Meter(one, mode, load, control, mock_url)
+                    figures = await meter.measure(share=1 if number >= 0 else 10)
+                    if number >= 0:
+                        done(one.name, mode, figures)
 
 
 class _Meter:
@@ -118,10 +120,10 @@ class _Meter:
         alone = max(10, load.requests // share // (1 if self._mode == "whole" else 5))
         added, _ = await self._timings(await self._ask(1, alone))
         at_once = max(load.concurrency, load.load_requests // share)
-        loop = asyncio.get_running_loop()
-        begin_s, begin_cpu_s = loop.time(), one.child.cpu_s() if one.child else 0.0
+        # Not the loop's time: uvloop's goes in milliseconds, and a few answers may take less than one.
+        begin_s, begin_cpu_s = time.perf_counter(), one.child.cpu_s() if one.child else 0.0
         answers = await self._ask(load.concurrency, at_once)
-        wall_s = loop.time() - begin_s
+        wall_s = time.perf_counter() - begin_s
         cpu_s = one.child.cpu_s() - begin_cpu_s if one.child else 0.0
         _, late = await self._timings(answers)
         figures = {
@@ -142,11 +144,10 @@ class _Meter:
 
         async def worker() -> None:
             nonlocal left
-            connection = await Connection.open(self._one.url)
-            while left > 0:
-                left -= 1
-                answers.append(await connection.ask(request))
-            connection.close()
+            with closing(await Connection.open(self._one.url)) as connection:
+                while left > 0:
+                    left -= 1
+                    answers.append(await connection.ask(request))
 
         await asyncio.gather(*(worker() for _ in range(connections)))
         return answers

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from transom.bench import gateway
+from transom.bench.added_latency import Contestant, Figures, Load, run_rounds
+from transom.bench.processes import Child
 from transom.bench.wire_client import Answer, Connection, post
 from transom.cli import main
-from transom.errors import ConfigError
+from transom.errors import ConfigError, UnavailableError
 
 EVENTS = [b'data: {"n":1}', b'data: {"n":2}', b"data: [DONE]"]
 
@@ -112,3 +115,21 @@ def test_a_short_run_has_a_row_for_every_contestant(
     assert [json.loads(line)["contestant"] for line in out.read_text().splitlines()] == [
         name for name in names for _ in range(2)
     ]
+
+
+@pytest.mark.process
+def test_what_fails_in_a_round_ends_the_run(tmp_path: Path) -> None:
+    """With a connection left open uvloop would wait for it for ever."""
+
+    def fail(name: str, mode: str, figures: Figures) -> None:
+        assert figures["requests_per_s"] > 0  # however little time the requests took
+        raise UnavailableError(f"{name}, {mode}")
+
+    load = Load(rounds=1, requests=10, load_requests=1, concurrency=1, tokens=2, step_s=0.001)
+    with (
+        (tmp_path / "log").open("w+b") as log,
+        Child([sys.executable, "-m", "transom.bench.mock_fleet"], log=log) as mock,
+    ):
+        url = mock.line["http"]
+        with pytest.raises(UnavailableError, match="no proxy, whole"):
+            uvloop.run(run_rounds(load, url, [Contestant("no proxy", url, "mock")], fail))
