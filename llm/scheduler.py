@@ -39,9 +39,9 @@ class RequestView:
         return self.full_pages + self.shared_pages
 
 
-# The share of a step that only ends of prompts and decoding requests may use: a prompt a little longer than a
-# chunk gets its first token now and not a step later, for a handful of tokens.
-_TAIL_SHARE = 1 / 9
+# One part in nine of a step is for ends of prompts and decoding requests only: a prompt a little longer than
+# a chunk gets its first token now and not a step later, for a handful of tokens.
+_TAIL_PART = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Limits:
     @property
     def tail_tokens(self) -> int:
         """Tokens of a step that are left free by chunks which do not finish a prompt."""
-        return int(self.batch_tokens * _TAIL_SHARE)
+        return self.batch_tokens // _TAIL_PART
 
 
 @dataclass(frozen=True, slots=True)
