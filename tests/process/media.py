@@ -9,6 +9,7 @@ import base64
 import io
 import wave
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import av
@@ -64,6 +65,7 @@ def encode_clip(
     return buffer.getvalue()
 
 
+@cache
 def moving_circle(direction: str, *, seconds: int = 6, fps: int = 10) -> bytes:
     """A red circle that crosses a white picture: "right", "left", "up" or "down"."""
     width, height, r = 160, 120, 18

@@ -13,6 +13,7 @@ import uuid
 import wave
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import aiohttp
@@ -260,6 +261,7 @@ def sound(seconds: float = 2.0, hertz: float = 440.0, rate: int = 16_000) -> byt
     return buffer.getvalue()
 
 
+@cache  # for the same clip twice an encoder may give other bytes
 def clip(frames: int = 40, fps: int = 10, hertz: float | None = None) -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="matroska") as output:

@@ -35,8 +35,9 @@ async def stopped_in(
 ) -> tuple[Any, list[int]]:
     """Return the result of a clip whose first embeddings have come, and the workers that stand still.
 
-    `send` sends the clip, `beside` other items, which end before. Should the clip be decoded to its end
-    before the workers stand still, another one is sent, with a number of its own.
+    `send` sends the clip, `beside` other items, which end before. Between two jobs of a clip no worker is
+    busy: then they are stopped anew. Should the clip be decoded to its end before the workers stand still,
+    another one is sent, with a number of its own.
     """
     for number in range(100):
         result, others = send(number), [one(number) for one in beside]
@@ -44,19 +45,23 @@ async def stopped_in(
             await result.first.wait()
         await client.wait(*others)
         assert [one.error for one in others] == [None] * len(others)
-        workers = decoders(client.line)
-        for pid in workers:
-            os.kill(pid, signal.SIGSTOP)
-        if (await client.load())["decoders_busy"]:
-            return result, workers
-        go_on(workers)
+        while not result.ended.is_set():
+            workers = decoders(client.line)
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)
+            # The second answer knows what a worker had sent before it was stopped.
+            if all([(await client.load())["decoders_busy"] for _ in range(2)]) and not result.ended.is_set():
+                return result, workers
+            go_on(workers)
+            await client.load()
     raise AssertionError("every clip was decoded before its first embeddings had come here")
 
 
 def go_on(workers: list[int]) -> None:
-    """Let workers go on."""
+    """Let workers go on, but for those that stood still for so long that they were replaced."""
     for pid in workers:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 async def until_replaced(client: Any, workers: Iterable[int], send: Callable[[int], Any]) -> None:
