@@ -6,6 +6,7 @@ Used by `transom chat`, `transom bench` and `transom up`; knows the public API o
 from __future__ import annotations
 
 import base64
+import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class ChatClient:
             async with self._session.get(f"{self._url}/v1/models") as response:
                 body = await _body(response)
         except aiohttp.ClientError as error:
-            raise UnavailableError(f"{self._url}: {error}") from None
+            raise UnavailableError(f"{self._url}: {_why(error)}") from None
         names = [str(row["id"]) for row in body["data"]]
         if not names:
             raise UnavailableError(f"{self._url} serves no model")
@@ -111,9 +112,19 @@ class ChatClient:
                         answer.text += piece
                         yield piece
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise UnavailableError(f"{self._url}: {error or type(error).__name__}") from None
+            raise UnavailableError(f"{self._url}: {_why(error)}") from None
         finally:
             answer.e2e_s = time.perf_counter() - begin
+
+
+def _why(error: Exception) -> str:
+    """Say why there is no answer: of a connection that failed what the system says, without its number."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, ConnectionRefusedError):
+        return "nothing listens there (connection refused)"
+    if isinstance(cause, OSError) and (cause.errno or 0) > 0:
+        return os.strerror(cause.errno or 0)  # asyncio's own text repeats the address
+    return str(getattr(cause, "strerror", None) or error or type(error).__name__)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -30,9 +30,14 @@ def resolve_model(name_or_path: str | Path, *, revision: str | None = None) -> P
         if not (_NANO_FOLDER / "config.json").is_file():
             raise CheckpointError(f"the packaged model {NANO_NAME} is not at {_NANO_FOLDER}")
         return _NANO_FOLDER.resolve()
-    if not _HUB_ID.fullmatch(name):
+    if not is_hub_id(name):
         raise CheckpointError(f"model {name!r} is no folder, not {NANO_NAME!r} and no hub id like 'org/name'")
     return _from_hub(name, revision)
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell whether a name has the form `org/name`."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

@@ -22,7 +22,7 @@ import orjson
 from transom import __version__
 from transom.commands.base import Parser, add_json_flag, examples, make_console, write_json
 from transom.errors import CheckpointError, ConfigError
-from transom.hub import NANO_NAME, resolve_model
+from transom.hub import NANO_NAME, is_hub_id, resolve_model
 from transom.supervisor import usable_cores
 
 Status = Literal["ok", "warn", "fail"]
@@ -221,11 +221,13 @@ def _folder(model: str) -> Path | None:
     """Return the checkpoint's folder, or None when it would have to be downloaded."""
     if model == NANO_NAME or Path(model).expanduser().is_dir():
         return resolve_model(model)
+    if not is_hub_id(model):
+        raise ConfigError(f"--model {model!r} is no folder, not {NANO_NAME!r} and no hub id like 'org/name'")
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        raise ConfigError(f"--model {model!r} is no folder, not {NANO_NAME!r} and no hub id") from None
+    except HFValidationError as error:
+        raise ConfigError(f"--model {model!r} is no folder and no hub id: {error}") from None
     return Path(found).parent if isinstance(found, str) else None

@@ -53,6 +53,6 @@ def probe(
         response = connection.getresponse()
         return response.status, response.read(max_bytes).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
-        return 0, f"{parts.netloc}: {error}"
+        return 0, f"{parts.netloc}: {getattr(error, 'strerror', None) or error}"
     finally:
         connection.close()

@@ -6,6 +6,7 @@ Arithmetic only: nothing is loaded, downloaded or allocated.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -107,11 +108,11 @@ def _add_engine(parser: Parser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from transom.llm.plan import GB, PlanOptions, find_model, plan_capacity
+    from transom.llm.plan import PlanOptions, find_model, plan_capacity
 
     model = find_model(args.model)
     options = PlanOptions(
-        gpu_memory_bytes=int(args.gpu_memory * GB),
+        gpu_memory_bytes=_bytes("--gpu-memory", args.gpu_memory),
         context_len=parse_tokens(args.context),
         memory_fraction=args.memory_fraction,
         weight_dtype=args.weight_dtype or ("fp8" if model.quantized else "bf16"),
@@ -120,7 +121,9 @@ def _run(args: argparse.Namespace) -> int:
         release_interval=args.swa_release_interval,
         chunk=args.max_batch_tokens,
         running_requests=args.max_running_requests,
-        activation_bytes=None if args.activation_gb is None else int(args.activation_gb * GB),
+        activation_bytes=None
+        if args.activation_gb is None
+        else _bytes("--activation-gb", args.activation_gb),
         concurrency=args.concurrency,
         tp=args.tp,
         ep=_parse_sizes(args.ep),
@@ -132,6 +135,14 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _show(plan)
     return 0
+
+
+def _bytes(flag: str, gigabytes: float) -> int:
+    from transom.llm.plan import GB
+
+    if not 0 <= gigabytes < math.inf:
+        raise ConfigError(f"{flag}: {gigabytes:g} GB is no size")
+    return int(gigabytes * GB)
 
 
 def parse_tokens(text: str) -> int:
