@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from transom.encoder.models.audio import AudioEncoder
-from transom.encoder.models.config import AudioConfig, VisionConfig
 from transom.encoder.models.export import save_audio, save_audio_tokenizer, save_vision
 from transom.encoder.models.vision import VisionTower
 from transom.kernels.weights import save_tensors
@@ -67,15 +66,6 @@ def write_configs(folder: Path) -> None:
     }
     _write_json(folder / "generation_config.json", generation)
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
-
-
-def new_models(folder: Path) -> Models:
-    """Build untrained models of the shapes that the configs in `folder` say."""
-    return Models(
-        new_language_model(folder),
-        VisionTower(VisionConfig.from_folder(folder)),
-        AudioEncoder(AudioConfig.from_folder(folder)),
-    )
 
 
 def new_language_model(folder: Path) -> MiMoV2ForCausalLM:

@@ -222,10 +222,3 @@ def train_audio(runs: Path, cfg: AudioConfig, recordings: Path, steps: int, rate
     if again:
         save_start(runs / "audio", {"audio": audio})
     train_group_encoder(runs / "audio", audio, spoken, steps, rate, seed)
-
-
-def final_audio(runs: Path, cfg: AudioConfig) -> AudioEncoder:
-    """Return the audio path as the stage left it."""
-    audio = AudioEncoder(cfg)
-    load_modules(runs / "audio", {"audio": audio})
-    return audio.requires_grad_(True)

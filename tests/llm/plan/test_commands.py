@@ -70,6 +70,9 @@ def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "mimo-nano", "--context", "4x"], "--context: '4x' is no token count"),
         (["--model", "mimo-nano", "--context", "1M"], "--context: 1048576 is more than the 16384"),
         (["--model", "mimo-nano", "--context", "4K", "--ep", "two"], "--ep: 'two' is no list"),
+        (["--model", "mimo-nano", "--context", "4K", "--gpu-memory", "-1"], "--gpu-memory: -1 GB is no size"),
+        (["--model", "mimo-nano", "--context", "4K", "--gpu-memory", "nan"], "--gpu-memory: nan GB is no"),
+        (["--model", "mimo-nano", "--context", "4K", "--activation-gb", "inf"], "--activation-gb: inf GB is"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
@@ -105,7 +108,7 @@ def test_planning_leaves_torch_unloaded() -> None:
 
 def test_bench_counts_what_the_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    found = run_json(capsys, "bench", "kv-capacity", "--pool-mb", "80", "--output", str(output))
+    found = run_json(capsys, "bench", "kv-capacity", "--pool-mb", "80", "--out", str(output))
     rows = found["rows"]
     assert len(rows) == 20
     written = [json.loads(line) for line in output.read_text().splitlines()]
