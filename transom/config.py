@@ -236,6 +236,12 @@ def config_from_args(cls: type[T], section: str, args: argparse.Namespace) -> T:
     return load_config(cls, section, toml_path=args.config, flags=flags)
 
 
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"list of {_type_name(typing.get_args(kind)[0])}"
+    return getattr(kind, "__name__", str(kind))
+
+
 def describe(cls: type[Any]) -> list[dict[str, Any]]:
     """Return one row per setting (name, type, default, help, range): the source of docs/config.md."""
     rows = []
@@ -244,7 +250,7 @@ def describe(cls: type[Any]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": name,
-                "type": getattr(kind, "__name__", str(kind)) + (" or none" if optional else ""),
+                "type": _type_name(kind) + (" or none" if optional else ""),
                 "default": field.default,
                 "help": field.metadata.get("help", ""),
                 "ge": field.metadata.get("ge"),
