@@ -15,7 +15,7 @@ from transom.commands import docs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("nano/*.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md"), *ROOT.glob("nano/*.md")]
 )
 
 
