@@ -28,6 +28,7 @@ EXAMPLES = (
     "transom bench encoder --compare --out bench/results/encoder.jsonl",
 )
 KINDS = ("image", "audio", "video")
+COMPARED = ("write-up", "cache", "tower", "video", "placement")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,16 +88,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     compare = parser.add_argument_group("comparison")
     compare.add_argument(
-        "--compare", action="store_true", help="sequential encoder against ours, cache on and off, a peer"
-    )
+        "--compare", action="store_true",
+        help="sequential encoder against ours, cache on and off, a peer's tower, an hour of video, placement",
+    )  # fmt: skip
     compare.add_argument("--rounds", type=int, default=5, metavar="N", help="(default %(default)s)")
+    compare.add_argument(
+        "--video-s", type=int, default=3600, metavar="N", help="length of the clip (default %(default)s)"
+    )
     compare.add_argument(
         "--peer-url", default="", metavar="URL", help="another engine's encoder with the chat API"
     )
     compare.add_argument("--peer-name", default="peer", metavar="NAME", help="(default %(default)s)")
-    compare.add_argument(
-        "--skip", action="append", default=[], choices=("write-up", "cache", "tower"), help="a table"
-    )
+    compare.add_argument("--skip", action="append", default=[], choices=COMPARED, help="a table of --compare")
 
 
 def parse_mix(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`transom bench encoder --compare`: the sequential encoder against ours, cache on and off, a peer's tower.
+"""`transom bench encoder --compare`: the sequential encoder against ours, cache, tower, video and placement.
 
 Runs in the benchmark's process. All candidates of a table run side by side and take turns in every round,
 so that a busy machine slows them alike; figures are medians over the rounds.
@@ -10,14 +10,16 @@ import argparse
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.table import Table
 
+from transom.bench import placement, video
 from transom.bench.encoder import new_bank, own_flags, parse_mix
 from transom.bench.encoder_load import Load, Row, draw_items, drive, summarise
 from transom.bench.encoder_media import ItemMaker, MediaHost, PictureBank
@@ -102,14 +104,14 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     tables: list[dict[str, Any]] = []
 
-    def finish(rows: list[Row], summary: dict[str, Any]) -> None:
+    def finish(rows: list[Row], summary: dict[str, Any], shown: Iterable[str | Table]) -> None:
         # At once: a later table must not take an earlier one along when it fails.
         tables.append(summary)
         if args.out:
             append_rows(args.out, rows)
         if not args.json:
-            console.print(_table(summary))
-            console.print("\n".join(summary["lines"]))
+            for part in shown:
+                console.print(part)
 
     asyncio.run(_compare(args, finish))
     if args.json:
@@ -117,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _compare(args: argparse.Namespace, finish: Callable[[list[Row], dict[str, Any]], None]) -> None:
+async def _compare(
+    args: argparse.Namespace, finish: Callable[[list[Row], dict[str, Any], Iterable[str | Table]], None]
+) -> None:
     works = {"write-up": _write_up, "cache": _cache, "tower": _tower}
     for name, work in works.items():
         if name in args.skip:
@@ -126,7 +130,22 @@ async def _compare(args: argparse.Namespace, finish: Callable[[list[Row], dict[s
             host = await stack.enter_async_context(MediaHost(args.host_ms / 1000))
             rig = _Rig(args, stack, host)
             summary = await work(args, rig, stack)
-            finish(rig.rows, {"table": name} | summary)
+            finish(rig.rows, {"table": name} | summary, [_table(name, summary["rows"]), *summary["lines"]])
+    if "video" not in args.skip:
+        flags = ("--model", args.model, "--rounds", str(args.rounds), "--seconds", str(args.video_s))
+        rows = await video.measure(_settings(video, args, *flags))
+        finish(rows, {"table": "video", "rows": rows}, video.tables(rows))
+    if "placement" not in args.skip:
+        placing = _settings(placement, args)
+        rows = [placement.about(placing) | row for row in placement.measure(placing)]
+        finish(rows, {"table": "placement", "rows": rows}, placement.tables(placing, rows))
+
+
+def _settings(module: ModuleType, args: argparse.Namespace, *flags: str) -> argparse.Namespace:
+    """Return the settings of another benchmark: its defaults but for `flags`."""
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(flags, argparse.Namespace(json=args.json))
 
 
 async def _write_up(args: argparse.Namespace, rig: _Rig, stack: AsyncExitStack) -> dict[str, Any]:
@@ -265,14 +284,12 @@ _COLUMNS = {
 }
 
 
-def _table(summary: dict[str, Any]) -> Table:
-    table = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), title=summary["table"], title_justify="left"
-    )
+def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=name, title_justify="left")
     table.add_column("candidate", no_wrap=True)
     for title in _COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
-    for row in summary["rows"]:
+    for row in rows:
         cells = ("-" if row[name] is None else format(row[name], form) for name, form in _COLUMNS.values())
         table.add_row(row["candidate"], *cells)
     return table

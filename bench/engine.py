@@ -7,9 +7,7 @@ beside the clock's, so that a busy machine is seen; the parts of a step are CPU 
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -19,11 +17,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 from rich.table import Table
 
-from transom import __version__
+from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.bench.tiny_model import write_checkpoint
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
@@ -267,8 +265,7 @@ def run(args: argparse.Namespace) -> int:
                 runs[page_size].append(load.run(args.output_len))
     reports = [_report(args, page_size, rows, profile) for page_size, rows in runs.items()]
     if args.out:
-        with Path(args.out).open("ab") as out:
-            out.writelines(orjson.dumps(report) + b"\n" for report in reports)
+        append_rows(args.out, reports)
     if args.json:
         write_json(reports[0] if len(reports) == 1 else {"rows": reports})
     else:
@@ -280,12 +277,8 @@ def _report(
     args: argparse.Namespace, page_size: int, rows: list[dict[str, float]], profile: Profile
 ) -> dict[str, Any]:
     medians = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-    return {
-        "benchmark": "engine",
-        "commit": commit(),
-        "transom": __version__,
+    return origin("engine", _device(args.device)) | {
         "torch": torch.__version__,
-        "device": _device(args.device),
         **{
             name: getattr(args, name)
             for name in ("model", "requests", "prompt_len", "shared_len", "output_len")
@@ -327,15 +320,5 @@ def _show(reports: list[dict[str, Any]], profile: Profile, repeats: int) -> None
 
 def _device(name: str) -> str:
     if name == "cpu" or not torch.cuda.is_available():
-        return f"cpu {platform.machine()}"
-    return torch.cuda.get_device_name(0)
-
-
-def commit() -> str:
-    """Return the checkout's commit, empty outside of one."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return torch.cuda.get_device_name(0)

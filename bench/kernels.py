@@ -7,22 +7,19 @@ float64; what is off by more than rounding fails the run. Times: CUDA events, or
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from rich.table import Table
 from torch.nn import functional
 
-from transom import __version__
-from transom.bench.engine import commit
+from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError, TransomError
 from transom.kernels.moe import route_tokens, run_experts
@@ -296,12 +293,8 @@ def run(args: argparse.Namespace) -> int:
         raise TransomError("there are no fused kernels on this machine; the log line above says why")
     shapes = args.shapes or ("v2.5" if device.type == "cuda" else "tiny")
     on_gpu = device.type == "cuda"
-    about = {
-        "benchmark": "kernels",
-        "commit": commit(),
-        "transom": __version__,
+    about = origin("kernels", torch.cuda.get_device_name(device) if on_gpu else "") | {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
         "kernels": ops.name,
         "dtype": str(dtype).removeprefix("torch."),
         "shapes": shapes,
@@ -330,8 +323,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     if args.out:
-        with Path(args.out).open("ab") as out:
-            out.writelines(orjson.dumps(about | row) + b"\n" for row in rows)
+        append_rows(args.out, [about | row for row in rows])
     if args.json:
         write_json(about | {"rows": rows})
         return 0

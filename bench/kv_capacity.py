@@ -7,17 +7,15 @@ Counts bytes, times nothing: one run gives the same figures on every machine.
 from __future__ import annotations
 
 import argparse
-import platform
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich import box
 from rich.table import Table
 
-from transom import __version__
+from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.hub import NANO_NAME
@@ -37,7 +35,7 @@ from transom.llm.plan import (
 EXAMPLES = (
     "transom bench kv-capacity",
     "transom bench kv-capacity --kv-dtype fp8 --page-size 64 --json",
-    "transom bench kv-capacity --output bench/results/kv_capacity.jsonl",
+    "transom bench kv-capacity --out bench/results/kv_capacity.jsonl",
 )
 MODELS = ("mimo-v2.5-pro", "mimo-v2.5", "mimo-v2-flash", NANO_NAME)
 CONTEXTS = (4096, 16384, 32768, 131072, 1048576)
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-mb", type=int, default=320, metavar="MB",
         help="size of nano's real pools; contexts that need more are not measured (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows to this JSONL file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this JSONL file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,12 +64,11 @@ def run(args: argparse.Namespace) -> int:
         for model in MODELS
         for context in CONTEXTS
     ]
-    if args.output:
-        origin = _origin()
-        with args.output.open("a", encoding="utf-8") as file:
-            file.writelines(orjson.dumps({**origin, **row}).decode() + "\n" for row in rows)
+    about = origin("kv-capacity")
+    if args.out:
+        append_rows(args.out, [about | row for row in rows])
     if args.json:
-        write_json({"benchmark": "kv-capacity", **_origin(), "rows": rows})
+        write_json(about | {"rows": rows})
     else:
         _show(rows)
     return 0
@@ -169,23 +166,6 @@ def _fill(config: DecoderConfig, options: PlanOptions, plan: PoolPlan, *, slides
     first = admitted[0]
     used = first.count * plan.full_token_bytes + first.swa_count * plan.swa_token_bytes
     return Held(len(admitted), used * plan.page_size, allocated)
-
-
-def _origin() -> dict[str, str]:
-    """Return what a row needs to be traced; no commit outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        commit = done.stdout.strip() if done.returncode == 0 else ""
-    except OSError:
-        commit = ""
-    return {
-        "benchmark": "kv-capacity",
-        "commit": commit,
-        "device": f"cpu {platform.machine()}",
-        "transom": __version__,
-        "python": platform.python_version(),
-    }
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

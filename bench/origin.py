@@ -9,8 +9,11 @@ from pathlib import Path
 from transom import __version__
 
 
-def origin(benchmark: str) -> dict[str, str]:
-    """Return what a row needs to be traced; the commit is empty outside of a checkout."""
+def origin(benchmark: str, device: str = "") -> dict[str, str]:
+    """Return what a row needs to be traced; the commit is empty outside of a checkout.
+
+    `device` names what computes; nothing stands for this machine's CPU.
+    """
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -22,5 +25,5 @@ def origin(benchmark: str) -> dict[str, str]:
         "commit": commit,
         "transom": __version__,
         "python": platform.python_version(),
-        "device": f"cpu {platform.machine()}",
+        "device": device or f"cpu {platform.machine()}",
     }

@@ -10,9 +10,7 @@ import argparse
 import bisect
 import heapq
 import itertools
-import platform
 import random
-import subprocess
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,11 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich import box
 from rich.table import Table
 
-from transom import __version__
+from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.hash_ring import HashRing, pick
@@ -32,7 +30,7 @@ from transom.hash_ring import HashRing, pick
 EXAMPLES = (
     "transom bench placement",
     "transom bench placement --encoders 8 --requests 50000 --json",
-    "transom bench placement --output bench/results/placement.jsonl",
+    "transom bench placement --out bench/results/placement.jsonl",
 )
 POLICIES = ("polling", "least loaded", "ring", "ring, bound 1.25")
 SCENARIOS = ("repeated media", "one hot item", "an encoder is lost", "an encoder joins")
@@ -58,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         text = f"{text} (default %(default)s)"
         parser.add_argument(flag, type=float, default=number, metavar="X", help=text)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows to this JSONL file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this JSONL file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,32 +64,36 @@ def run(args: argparse.Namespace) -> int:
                       ("hit_ms", 0.001), ("utilisation", 0.001), ("skew", 0.0)):  # fmt: skip
         if getattr(args, name) < low:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    rows = [
+    rows = measure(args)
+    moved = moved_keys(args.encoders)
+    facts = about(args)
+    if args.out is not None:
+        append_rows(args.out, [facts | row for row in rows])
+    if args.json:
+        write_json(facts | {"rows": rows, "moved_keys": moved})
+    else:
+        console = make_console()
+        for part in tables(args, rows):
+            console.print(part)
+        console.print("keys that move: " + "; ".join(f"{name} {100 * v:.1f} %" for name, v in moved.items()))
+    return 0
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what all rows have in common."""
+    names = (
+        "encoders", "requests", "items", "cached", "skew", "encode_ms", "hit_ms", "utilisation", "seed",
+    )  # fmt: skip
+    return origin("placement") | {"simulated": True} | {name: getattr(args, name) for name in names}
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row a scenario and policy."""
+    return [
         {"scenario": scenario, "policy": policy, **simulate(args, scenario, policy)}
         for scenario in SCENARIOS
         for policy in POLICIES
     ]
-    moved = moved_keys(args.encoders)
-    about = {
-        "benchmark": "placement", "commit": _commit(), "transom": __version__,
-        "python": platform.python_version(), "simulated": True,
-        **{name: getattr(args, name) for name in ("encoders", "requests", "items", "cached", "skew",
-                                                  "encode_ms", "hit_ms", "utilisation", "seed")},
-    }  # fmt: skip
-    if args.output is not None:
-        with args.output.open("ab") as out:
-            out.writelines(orjson.dumps(about | row) + b"\n" for row in rows)
-    if args.json:
-        write_json(about | {"rows": rows, "moved_keys": moved})
-    else:
-        _show(args, rows, moved)
-    return 0
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 @dataclass
@@ -210,9 +212,9 @@ def moved_keys(encoders: int, keys: int = 5_000) -> dict[str, float]:
     return {name: round(count / keys, 4) for name, count in moved.items()}
 
 
-def _show(args: argparse.Namespace, rows: list[dict[str, Any]], moved: dict[str, float]) -> None:
-    console = make_console()
-    console.print(
+def tables(args: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[str | Table]:
+    """Yield what the rows say, to be printed."""
+    yield (
         f"{args.requests} requests for {args.items} items (skew {args.skew}), {args.encoders} encoders with a"
         f" cache of {args.cached} items each, {args.encode_ms:g} ms to encode; simulated"
     )
@@ -229,5 +231,4 @@ def _show(args: argparse.Namespace, rows: list[dict[str, Any]], moved: dict[str,
                 row["policy"], f"{100 * row['hit_rate']:.1f} %", gain, str(row["encoded"]),
                 f"{row['busiest_to_mean']:.2f}", *(f"{row[f'{p}_ms']:.1f}" for p in ("p50", "p90", "p99")),
             )  # fmt: skip
-        console.print(table)
-    console.print("keys that move: " + "; ".join(f"{name} {100 * v:.1f} %" for name, v in moved.items()))
+        yield table

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.table import Table
 
 from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.hub import NANO_NAME
@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     turns = list(_trace(args.users, args.turns, random.Random(args.seed)))
     rows = [row for share in args.memory for row in _compare(turns, share)]
     if args.out:
-        with args.out.open("ab") as out:
-            out.writelines(orjson.dumps(origin("prefix-cache") | row) + b"\n" for row in rows)
+        append_rows(args.out, [origin("prefix-cache") | row for row in rows])
     if args.json:
         write_json(origin("prefix-cache") | {"rows": rows})
         return 0

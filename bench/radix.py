@@ -7,20 +7,17 @@ waits; copying the key's bytes is timed beside them, so that figures of two mach
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from rich.table import Table
 
-from transom import __version__
+from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.llm.radix.keys import Key, build_key
@@ -197,27 +194,12 @@ def measure(lengths: Sequence[int], page_sizes: Sequence[int], repeats: int) -> 
     return rows
 
 
-def _commit() -> str:
-    """Return the checkout's commit, empty outside of one."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the cases; print a table, or one JSON object when asked."""
     if args.repeats < 5 or min(args.lengths) < CHUNK or not all(1 <= size <= 64 for size in args.page_sizes):
         raise ConfigError(f"--repeats must be >= 5, --lengths >= {CHUNK} and --page-sizes from 1 to 64")
-    about = {
-        "benchmark": "radix",
-        "commit": _commit(),
-        "transom": __version__,
-        "python": platform.python_version(),
+    about: dict[str, Any] = origin("radix") | {
         "numpy": np.__version__,
-        "device": f"cpu {platform.machine()}",
         "clock": "thread CPU time",
         "window": WINDOW,
         "append_tokens": CHUNK,
@@ -225,8 +207,7 @@ def run(args: argparse.Namespace) -> int:
     }
     rows = measure(args.lengths, args.page_sizes, args.repeats)
     if args.out:
-        with Path(args.out).open("ab") as out:
-            out.writelines(orjson.dumps(about | row) + b"\n" for row in rows)
+        append_rows(args.out, [about | row for row in rows])
     if args.json:
         write_json(about | {"rows": rows})
         return 0

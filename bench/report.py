@@ -12,7 +12,7 @@ import orjson
 from transom.commands.base import make_console
 
 
-def append_rows(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append one JSON object a line."""
     with Path(path).open("ab") as out:
         out.writelines(orjson.dumps(row) + b"\n" for row in rows)

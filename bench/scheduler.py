@@ -18,6 +18,7 @@ import orjson
 from rich.table import Table
 
 from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.hub import NANO_NAME, resolve_model
@@ -75,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
     rows = _simulate(args) if args.trace else _live(args)
     if args.out:
-        with args.out.open("ab") as out:
-            out.writelines(orjson.dumps(origin("scheduler") | row) + b"\n" for row in rows)
+        append_rows(args.out, [origin("scheduler") | row for row in rows])
     if args.json:
         write_json(origin("scheduler") | {"rows": rows})
         return 0

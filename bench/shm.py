@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from transom.bench.origin import origin
+from transom.bench.report import append_rows
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError
 from transom.media_key import framed_digest
@@ -31,7 +33,11 @@ from transom.shared_cache.embedding_cache import ShmEmbeddingCache
 from transom.shared_cache.layout import Geometry
 from transom.shared_cache.opening import SHM_FOLDER
 
-EXAMPLES = ("transom bench shm", "transom bench shm --arena-mb 512 --rounds 20 --processes 4 --json")
+EXAMPLES = (
+    "transom bench shm",
+    "transom bench shm --arena-mb 512 --rounds 20 --processes 4 --json",
+    "transom bench shm --out bench/results/shm.jsonl",
+)
 _SIZES_BYTES = (64 << 10, 1 << 20, 8 << 20)
 _HIT_SIZE_BYTES = 1 << 20
 
@@ -43,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", type=int, default=2, metavar="N", help="that hit at once (default %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="of that (default %(default)s)")
+    parser.add_argument("--out", default="", metavar="FILE", help="append one JSON row a case to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,15 +60,16 @@ def run(args: argparse.Namespace) -> int:
         path = Path(folder) / "arena"
         rows = [row for size in _SIZES_BYTES for row in _measure_size(path, size, args)]
         hits_per_s = _hit_together(path, args)
-    summary = {
-        "benchmark": "shm",
+    about: dict[str, Any] = origin("shm") | {
         "arena_mb": args.arena_mb,
         "rounds": args.rounds,
         "cores": os.cpu_count(),
-        "rows": rows,
         "processes": args.processes,
         "hits_per_s_together": hits_per_s,
     }
+    summary = about | {"rows": rows}
+    if args.out:
+        append_rows(args.out, [about | row for row in rows])
     if args.json:
         write_json(summary)
     else:

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from transom.bench.origin import origin
 from transom.bench.processes import Child
-from transom.bench.report import append_rows
+from transom.bench.report import append_rows, progress_bar
 from transom.bench.sequential_video import encode_in_steps
 from transom.commands.base import make_console, write_json
 from transom.errors import ConfigError, TransomError
@@ -37,7 +37,7 @@ from transom.transport import Transport
 
 EXAMPLES = (
     "transom bench video",
-    "transom bench video --seconds 600 --size 640x360 --decoders 1 2 4 --rounds 3 --output rows.jsonl",
+    "transom bench video --seconds 600 --size 640x360 --decoders 1 2 4 --rounds 3 --out rows.jsonl",
 )
 _PATTERN_S = 60
 _START_S = 300.0
@@ -70,23 +70,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decoders of a clip to compare (default 1 2)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default %(default)s)")
-    parser.add_argument("--output", metavar="FILE", help="append rows, one JSON object a line")
+    parser.add_argument("--out", metavar="FILE", help="append rows, one JSON object a line")
 
 
 def run(args: argparse.Namespace) -> int:
     for name, value in (("seconds", args.seconds), ("rounds", args.rounds), ("decoders", min(args.decoders))):
         if value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1")
-    data = make_clip(args)
-    found = asyncio.run(_measure(args, data))
-    rows = [_row(args, len(data), name, times) for name, times in found.items()]
-    if args.output:
-        append_rows(args.output, rows)
+    rows = asyncio.run(measure(args))
+    if args.out:
+        append_rows(args.out, rows)
     if args.json:
         write_json({"benchmark": "video", "rows": rows})
     else:
-        _show(rows)
+        console = make_console()
+        for part in tables(rows):
+            console.print(part)
     return 0
+
+
+async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row a way to encode the clip."""
+    data = await asyncio.to_thread(make_clip, args)
+    found = await _measure(args, data)
+    return [_row(args, len(data), name, times) for name, times in found.items()]
 
 
 def make_clip(args: argparse.Namespace) -> bytes:
@@ -148,15 +155,17 @@ async def _measure(args: argparse.Namespace, data: bytes) -> dict[str, list[Time
         async with _client() as transport:
             for streamed in encoders.values():  # nobody's first item is measured
                 await _through(transport, streamed, data)
-            for number in range(args.rounds):
-                names = list(found)
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    child = encoders.get(name)
-                    found[name].append(
-                        await _through(transport, child, data)
-                        if child is not None
-                        else Times(*await asyncio.to_thread(encode_in_steps, args.model, data), 1.0)
-                    )
+            with progress_bar("rounds", args.rounds, quiet=args.json) as tick:
+                for number in range(args.rounds):
+                    names = list(found)
+                    for name in names[number % len(names) :] + names[: number % len(names)]:
+                        child = encoders.get(name)
+                        found[name].append(
+                            await _through(transport, child, data)
+                            if child is not None
+                            else Times(*await asyncio.to_thread(encode_in_steps, args.model, data), 1.0)
+                        )
+                    tick()
     return found
 
 
@@ -224,8 +233,8 @@ def _row(args: argparse.Namespace, size_bytes: int, name: str, times: list[Times
     }
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
-    console = make_console()
+def tables(rows: list[dict[str, Any]]) -> Iterator[str | Table]:
+    """Yield what the rows say, to be printed."""
     table = Table("", "first embedding, s", "last embedding, s", "decoded at the first", "times faster")
     for row in rows:
         table.add_row(
@@ -235,9 +244,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
             f"{row['decoded_share_at_first']:.1%}",
             f"{rows[0]['first_s'] / row['first_s']:.1f} / {rows[0]['last_s'] / row['last_s']:.2f}",
         )
-    console.print(table)
+    yield table
     first = rows[0]
-    console.print(
+    yield (
         f"{first['clip_s']} s of {first['size']} at {first['fps']} frames/s,"
         f" {first['clip_bytes'] / 1e6:.0f} MB, {first['cores']} cores, medians of {first['rounds']}"
     )

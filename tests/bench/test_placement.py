@@ -43,7 +43,7 @@ def test_rows_are_written_and_bad_settings_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "rows.jsonl"
-    flags = ["--requests", "200", "--items", "20", "--cached", "5", "--output", str(output)]
+    flags = ["--requests", "200", "--items", "20", "--cached", "5", "--out", str(output)]
     assert main(["bench", "placement", *flags, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
