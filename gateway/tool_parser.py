@@ -67,9 +67,10 @@ class ToolParser:
         self._raw_open = ""  # what to give back as text when it turns out to be no call
         self._function = ""
         self._key = ""
+        self._keys: set[str] = set()  # of this call, up to now
+        self._repeated = False  # the value is of a key that has one already, and goes nowhere
         self._streams = False  # the value goes out as it comes: a string
         self._value = ""
-        self._first_key = True
         self._value_begun = False
         self._quotes: JsonQuotes | None = None  # of a value that is JSON: its strings may hold end tags
         self._ended = False
@@ -147,7 +148,7 @@ class ToolParser:
 
     def _begin_call(self, split: ToolSplit, name: str, rest: str) -> None:
         self._function, self._buffer, self._state = name, rest, _State.BODY
-        self._first_key = True
+        self._keys = set()
         split.calls.append(ToolDelta(self.started, id=self._new_id(), name=name, arguments="{"))
         self.started += 1
 
@@ -180,6 +181,9 @@ class ToolParser:
     def _begin_value(self, key: str, rest: str) -> None:
         types = self._types.get(self._function, {}).get(key)
         self._key, self._buffer, self._state = key, rest, _State.VALUE
+        # What has gone out can't be taken back, so the first value of a key stays, streamed or whole.
+        self._repeated = key in self._keys
+        self._keys.add(key)
         self._streams = types is None or types == {"string"}
         self._value, self._value_begun = "", False
         json_only = types is not None and not types <= BARE_TYPES and not self._ended
@@ -193,7 +197,7 @@ class ToolParser:
             self._buffer = self._buffer.removeprefix("\n")
             self._value_begun = True
             if self._streams:
-                self._emit(split, f'{self._separator()}{to_json(self._key)}: "')
+                self._emit_value(split, f'{self._name()}"')
         found = _VALUE_END.search(self._buffer)
         if found and self._quotes is not None:
             self._quotes.feed(self._buffer[: found.start()])
@@ -213,7 +217,7 @@ class ToolParser:
             return True
         certain = _certain_len(self._buffer)
         if self._streams:
-            self._emit(split, to_json(self._buffer[:certain])[1:-1])
+            self._emit_value(split, to_json(self._buffer[:certain])[1:-1])
         else:
             self._value += self._buffer[:certain]
             if self._quotes is not None:
@@ -223,13 +227,13 @@ class ToolParser:
 
     def _end_value(self, split: ToolSplit, rest: str) -> None:
         if not self._value_begun and self._streams:
-            self._emit(split, f'{self._separator()}{to_json(self._key)}: "')
+            self._emit_value(split, f'{self._name()}"')
         rest = rest.removesuffix("\n")
         if self._streams:
-            self._emit(split, to_json(rest)[1:-1] + '"')
+            self._emit_value(split, to_json(rest)[1:-1] + '"')
             return
         types = self._types.get(self._function, {}).get(self._key) or set()
-        self._emit(split, f"{self._separator()}{to_json(self._key)}: {typed_json(self._value + rest, types)}")
+        self._emit_value(split, self._name() + typed_json(self._value + rest, types))
 
     def _strip_broken_end(self, rest: str) -> str:
         """Drop an end tag that was cut off in the middle."""
@@ -245,13 +249,17 @@ class ToolParser:
         self._state = _State.TEXT
         return True
 
-    def _separator(self) -> str:
-        first, self._first_key = self._first_key, False
-        return "" if first else ", "
+    def _name(self) -> str:
+        """Return what stands before a value: its key, and whatever parts it from the one before."""
+        return f"{', ' if len(self._keys) > 1 else ''}{to_json(self._key)}: "
 
     def _end_arguments(self, split: ToolSplit) -> None:
         self._emit(split, "}")
         self.finished += 1
+
+    def _emit_value(self, split: ToolSplit, arguments: str) -> None:
+        if not self._repeated:
+            self._emit(split, arguments)
 
     def _emit(self, split: ToolSplit, arguments: str) -> None:
         if not arguments:

@@ -52,8 +52,15 @@ def read_tools(pieces: Sequence[str], *, truncated: bool = False) -> tuple[str, 
     return content + split.content, join_calls([*deltas, *split.calls])
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Read an object; fail when a name comes twice, which Python's parser would not mind."""
+    read = dict(pairs)
+    assert len(read) == len(pairs), pairs
+    return read
+
+
 def arguments(calls: Sequence[dict[str, Any]]) -> list[Any]:
-    return [json.loads(call["function"]["arguments"]) for call in calls]
+    return [json.loads(call["function"]["arguments"], object_pairs_hook=once) for call in calls]
 
 
 CALL = (
@@ -120,6 +127,9 @@ TEXTS = [
     "<tool_call><function=weather></function> tail without an end",
     "<tool_call><function=>x</function></tool_call>",
     "<tool_call>\n<function=a\nb></tool_call>",
+    "<tool_call><function=weather><parameter=city>a</parameter><parameter=city>b</parameter></function>",
+    "<tool_call><function=weather><parameter=days>1</parameter><parameter=days>2</parameter></tool_call>",
+    "<tool_call><function=weather><parameter=days>3</parameter><parameter=days>never closed",
     "  \n ",
     "text \n\n" + CALL + "\n\n",
 ]
@@ -131,8 +141,22 @@ def test_a_cut_at_every_place_changes_nothing(text: str) -> None:
     assert read_tools(list(text)) == whole
     for place in range(len(text)):
         assert read_tools([text[:place], text[place:]]) == whole
-    for call in whole[1]:
-        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    assert all(isinstance(value, dict) for value in arguments(whole[1]))
+
+
+REPEATED = (
+    "<tool_call><function=weather><parameter=city>Rome</parameter><parameter=days>3</parameter>"
+    '<parameter=city>Oslo "</parameter>\n<parameter=days>\n4\n</parameter><parameter=where>{}</parameter>'
+    '<parameter=where>{"lat": "</parameter>"}</parameter><parameter=new>a</parameter></function></tool_call>'
+)
+
+
+def test_a_parameter_that_is_written_twice_keeps_its_first_value() -> None:
+    first = {"city": "Rome", "days": 3, "where": {}, "new": "a"}
+    for text in (REPEATED, REPEATED + REPEATED):
+        content, calls = read_tools(list(text))
+        assert content == ""
+        assert arguments(calls) == [first] * text.count("<tool_call>")
 
 
 FRAGMENTS = st.lists(
