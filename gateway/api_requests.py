@@ -208,11 +208,30 @@ class NamedFunction(Struct, kw_only=True):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, kw_only=True, tag_field="type", tag="function"):
     """The tool that must be called."""
+
+    function: NamedFunction
+
+
+class AllowedTool(Struct, kw_only=True):
+    """One of those that may be called."""
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Struct, kw_only=True):
+    """Those of `tools` that may be called; `required`: one of them or more must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolSelection(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Some of the tools: the model is shown all of them."""
+
+    allowed_tools: AllowedTools
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -302,7 +321,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: _Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolSelection | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

@@ -5,6 +5,8 @@ In llguidance's form of Lark, over the token ids of the served checkpoint. Pure;
 
 from __future__ import annotations
 
+from typing import Any
+
 from transom.errors import RequestError
 from transom.gateway.json_schema import inline_json
 from transom.gateway.prompt import Prompt
@@ -27,16 +29,17 @@ def answer_grammar(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer) -
     rules: list[str] = []
     answers: list[str] = []
     schema, choice = request.answer_schema, request.tool_choice
-    calls = None
-    if request.tools and (choice.forced or request.strict_tools or schema is not None):
-        calls = ToolGrammar(request.tools, request.strict_tools, tokenizer)
+    restricted = choice.forced or choice.allowed is not None
+    if request.tools and (restricted or request.strict_tools or schema is not None):
+        calls = ToolGrammar(_callable(request), request.strict_tools, tokenizer)
         single = not request.parallel_tool_calls or choice.name is not None
         if choice.forced:
             answers.append(calls.forced(choice.name, begun=bool(prompt.forced), single=single))
         elif schema is not None:
             answers.append(calls.calls(single=single))
         else:
-            answers.append(calls.among_text(single=single))
+            param = "tool_choice" if choice.allowed is not None else "tools"
+            answers.append(calls.among_text(single=single, param=param))
         rules += calls.rules
     if schema is not None and not choice.forced:
         answers.append("JSON_BLANKS? json_answer")
@@ -47,12 +50,19 @@ def answer_grammar(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer) -
     return _with_thinking(text, _param(request, schema), request, prompt, tokenizer)
 
 
+def _callable(request: ChatRequest) -> list[dict[str, Any]]:
+    allowed = request.tool_choice.allowed
+    return [one for one in request.tools if allowed is None or one["function"]["name"] in allowed]
+
+
 def _param(request: ChatRequest, schema: AnswerSchema | None) -> str:
     """Return the field to name when the grammar can't be compiled."""
     if schema is not None and not request.tool_choice.forced:
         return schema.param
-    for strict in request.strict_tools.values():
-        return strict.param
+    for tool in _callable(request):
+        strict = request.strict_tools.get(tool["function"]["name"])
+        if strict is not None:
+            return strict.param
     return "tools"
 
 

@@ -6,6 +6,7 @@ Pure; runs in the gateway process, in a thread when the body is large. Knows not
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -296,14 +297,31 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> ToolChoice | No
         return ToolChoice(forced=True)
     if isinstance(choice, str):
         raise refuse("tool_choice", f"{show(choice)} is not one of none, auto, required or an object")
-    named = Fields(choice, "tool_choice", api.NamedTool)
-    named.text("type", required=True)
-    function = named.object("function", required=True)
+    names = {tool["function"]["name"] for tool in tools}
+    kind = Fields(choice, "tool_choice", api.NamedTool).text("type", required=True)
+    if kind == "function":
+        return ToolChoice(forced=True, name=_known_tool(Fields(choice, "tool_choice", api.NamedTool), names))
+    if kind != "allowed_tools":
+        raise refuse("tool_choice.type", f"{show(kind)} is not one of allowed_tools, function")
+    given = Fields(choice, "tool_choice", api.ToolSelection).object("allowed_tools", required=True)
+    assert given is not None
+    forced = given.text("mode", required=True) == "required"
+    given.array("tools", required=True)
+    allowed = set()
+    for tool in given.objects("tools"):
+        tool.text("type", required=True)
+        allowed.add(_known_tool(tool, names))
+    return ToolChoice(forced=forced, allowed=frozenset(allowed))
+
+
+def _known_tool(tool: Fields, names: Collection[str]) -> str:
+    """Return which of the given tools a choice names."""
+    function = tool.object("function", required=True)
     assert function is not None
-    name = function.text("name", required=True)
-    if all(tool["function"]["name"] != name for tool in tools):
+    name: str = function.text("name", required=True)
+    if name not in names:
         raise function.refuse("name", f"{show(name)} is not the name of a given tool")
-    return ToolChoice(forced=True, name=name)
+    return name
 
 
 def parse_completion(body: Body, limits: Limits) -> CompletionRequest:

@@ -34,10 +34,11 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """`forced` without a name: the model must call some tool."""
+    """`forced` without a name: the model must call some tool. `allowed`: no other than these; None: any."""
 
     forced: bool = False
     name: str | None = None
+    allowed: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

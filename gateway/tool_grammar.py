@@ -68,12 +68,10 @@ class ToolGrammar:
         """Return the body of an answer that only calls tools."""
         return self.forced(None, begun=False, single=single)
 
-    def among_text(self, *, single: bool) -> str:
-        """Return the body of free text with calls in it."""
+    def among_text(self, *, single: bool, param: str) -> str:
+        """Return the body of free text with calls in it; `param` is what asks for it."""
         if not self._begins_by_token:
-            raise refuse(
-                "tools", "strict tools need tool_choice required or a named function with this model"
-            )
+            raise refuse(param, "this model's calls can be held to that only where one is required")
         # The spelling of the token in ordinary ones would begin a call that nothing constrains.
         self.rules.append("TEXT: /(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/")
         return "TEXT? call TEXT? | TEXT?" if single else "TEXT? (call TEXT?)*"

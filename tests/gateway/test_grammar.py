@@ -297,6 +297,11 @@ TOOLS = [tool("weather", WEATHER, strict=True), tool("look"), tool("note", {"typ
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 30), choice=st.sampled_from(["required", "auto", NAMED]),
        parallel=st.booleans())  # fmt: skip
@@ -323,6 +328,31 @@ def test_calls_are_well_formed_and_strict_ones_match(
         assert len(calls) <= 1
     expected = "tool_calls" if calls and choice != NAMED else "stop"
     assert output.finish_reason == expected
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("names", [("note",), ("look", "weather"), ("look", "look")])
+def test_only_allowed_tools_can_be_called(vocabulary: LLTokenizer, mode: str, names: tuple[str, ...]) -> None:
+    request = chat(tools=TOOLS, tool_choice=allowed(mode, *names))
+    grammar, prompt = grammar_of(request)
+    for name in ("weather", "look", "note"):
+        matcher = matcher_of(grammar.text, vocabulary)
+        start = TOKENIZER.encode(f"{name}>" if mode == "required" else f"<tool_call>\n<function={name}>")
+        assert (matcher.try_consume_tokens(start) == len(start)) == (name in names)
+    called = set()
+    for seed in range(12):
+        ids = random_answer(matcher_of(grammar.text, vocabulary), TOKENIZER, random.Random(seed), free=60)
+        output, delta = read(request, prompt, ids)
+        calls = join_calls(delta.tool_calls)
+        assert output.finish_reason == ("tool_calls" if calls else "stop")
+        assert calls or mode == "auto"
+        called |= {call["function"]["name"] for call in calls}
+    assert called <= set(names)
+
+
+def test_with_allowed_tools_the_model_is_shown_all_of_them() -> None:
+    free, limited = chat(tools=TOOLS), chat(tools=TOOLS, tool_choice=allowed("auto", "look"))
+    assert MODEL.builder.chat(free).parts == MODEL.builder.chat(limited).parts
 
 
 def test_an_answer_with_schema_and_tools_is_one_or_the_other(vocabulary: LLTokenizer) -> None:

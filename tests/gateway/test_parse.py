@@ -43,6 +43,13 @@ def refused(value: Any) -> RequestError:
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 URL = "messages[0].content[1].image_url.url"
+
+
+def allowed(*names: str, mode: str | None = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"allowed_tools": {"mode": mode, "tools": tools}}
+
+
 CASES: list[tuple[Any, str | None, str]] = [
     (b"{", None, "not valid JSON"),
     (b'{"messages": NaN}', None, "not valid JSON"),
@@ -183,6 +190,31 @@ CASES: list[tuple[Any, str | None, str]] = [
         "tool_choice.function.name",
         "'other' is not the name",
     ),
+    *(
+        (body(tools=[TOOL], tool_choice={"type": "allowed_tools", **rest}), f"tool_choice{param}", words)
+        for rest, param, words in [
+            ({}, ".allowed_tools", "is missing"),
+            ({"allowed_tools": []}, ".allowed_tools", "expected an object"),
+            (allowed("look", mode=None), ".allowed_tools.mode", "is missing"),
+            (allowed("look", mode="none"), ".allowed_tools.mode", "'none' is not one of auto, required"),
+            (allowed(), ".allowed_tools.tools", "at least 1"),
+            ({"allowed_tools": {"mode": "auto"}}, ".allowed_tools.tools", "is missing"),
+            (allowed("look", "other"), ".allowed_tools.tools[1].function.name", "'other' is not the name"),
+            (
+                {"allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}},
+                ".allowed_tools.tools[0].type",
+                "'mcp'",
+            ),
+            (
+                {"allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "look"}]}},
+                ".allowed_tools.tools[0].function",
+                "is missing",
+            ),
+        ]
+    ),
+    (body(tools=[TOOL], tool_choice={"type": "custom"}), "tool_choice.type", "'custom' is not one of"),
+    (body(tools=[TOOL], tool_choice=["auto"]), "tool_choice", "expected an object"),
+    (body(tool_choice={"type": "allowed_tools", **allowed("look")}), "tool_choice", "no tools"),
     (
         body(
             messages=[

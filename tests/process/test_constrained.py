@@ -118,7 +118,17 @@ async def test_thinking_comes_first_and_is_free(client: openai.AsyncOpenAI) -> N
         assert reply.usage.completion_tokens == 400
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+ONLY = {"mode": "required", "tools": [{"type": "function", "function": {"name": "stop"}}]}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "paint"}},
+        {"type": "allowed_tools", "allowed_tools": ONLY},
+    ],
+)
 async def test_a_forced_call_is_well_formed_and_matches(client: openai.AsyncOpenAI, choice: Any) -> None:
     other = {
         "type": "function",
@@ -138,10 +148,11 @@ async def test_a_forced_call_is_well_formed_and_matches(client: openai.AsyncOpen
         [call] = message.tool_calls
         arguments = json.loads(call.function.arguments)
         if call.function.name == "paint":
+            assert choice == "required" or choice["type"] == "function"
             jsonschema.validate(arguments, SCHEMA)
         else:
             assert call.function.name == "stop"
-            assert choice == "required"
+            assert choice == "required" or choice["type"] == "allowed_tools"
             assert arguments == {}
 
 
