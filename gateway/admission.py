@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from transom.errors import OverloadedError, TransomError
+from transom.errors import OverloadedError, PayloadTooLargeError, TransomError
 from transom.gateway.fair_queue import Entry, FairQueue
 
 
@@ -179,7 +179,8 @@ class Admission:
     def buffer(self, caller: Caller = ANYBODY) -> Iterator[Callable[[int], None]]:
         """Hold memory for a request's body or its answer.
 
-        Call what is yielded with the size of each piece that came.
+        Call what is yielded with the size of each piece that came. It raises OverloadedError where others
+        take the room, and PayloadTooLargeError where all of it would not do.
         What a client only announces counts for nothing: else a few idle connections could fill the room.
         A key among several may hold as much as is left to the others, so that there is always some left.
         """
@@ -187,6 +188,12 @@ class Admission:
 
         def grow(size_bytes: int) -> None:
             nonlocal held
+            if held + size_bytes > self._max_bytes:
+                raise PayloadTooLargeError(
+                    f"this request or its answer alone takes more than {self._max_bytes} bytes, the limit of"
+                    " all that is held at once: send less, stream the answer, or ask for fewer tokens,"
+                    " choices or log-probabilities"
+                )
             others = self.buffered_bytes - held
             left = self._max_bytes - self.buffered_bytes - size_bytes
             own = self._bytes_of[caller.id] + size_bytes

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transom.errors import OverloadedError, UnavailableError
+from transom.errors import OverloadedError, PayloadTooLargeError, UnavailableError
 from transom.gateway.admission import ANYBODY, Admission, Caller
 from transom.gateway.fair_queue import Entry, FairQueue
 
@@ -303,5 +303,18 @@ async def test_bodies_of_one_key_leave_room_for_others() -> None:
         with pytest.raises(OverloadedError):
             second(1)
     with alone.buffer() as only:
-        only(999)
+        only(99)
+        only(1)
+        with pytest.raises(PayloadTooLargeError, match="alone takes more than 100 bytes"):
+            only(1)
     assert alone.buffered_bytes == 0
+
+
+async def test_what_could_never_be_held_is_not_asked_to_come_back() -> None:
+    room = admission(shared=True)
+    with room.buffer(Caller("a")) as one, room.buffer(Caller("b")) as other:
+        other(10)
+        with pytest.raises(OverloadedError):
+            one(100)
+        with pytest.raises(PayloadTooLargeError):
+            one(101)

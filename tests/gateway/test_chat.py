@@ -243,6 +243,22 @@ async def test_many_logprobs_are_written_beside_everything_else(
     assert [name.partition("_")[0] for name in threads] == ["build", threading.current_thread().name]
 
 
+async def test_an_answer_that_is_too_much_alone_ends_and_may_be_streamed(start_fleet: FleetFactory) -> None:
+    fleet = await start_fleet(max_buffered_mb=1)
+    fleet.script = Script(answer=lambda job: "word " * 2000, logprobs=True, chunk=40)
+    body = {"messages": user("hi"), "max_tokens": 2000, "n": 2, "logprobs": True, "top_logprobs": 2}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=body) as response:
+            assert response.status == 413
+            error = (await response.json())["error"]
+        assert error["code"] == "payload_too_large"
+        assert "alone takes more than 1048576 bytes" in error["message"]
+        assert fleet.stage.load()["buffered_bytes"] == 0
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=body | {"stream": True}) as response:
+            assert response.status == 200
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
 async def test_sampling_reaches_the_workers(fleet: ScriptedFleet, client: openai.AsyncOpenAI) -> None:
     await client.chat.completions.create(
         model="mimo-nano",
