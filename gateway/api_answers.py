@@ -306,10 +306,11 @@ class RequestTrace(Struct, kw_only=True):
 
 
 class FleetWorker(Struct, kw_only=True):
-    """A worker; `load` is what it reports."""
+    """A worker; `load` is what it reported to a question that was sent `age_s` ago."""
 
     name: str
     ready: bool
+    age_s: float | None
     in_work: int
     in_work_tokens: int
     load: dict[str, float]

@@ -91,10 +91,10 @@ class LiveEmbedding:
         self.fail(from_info(message.error))
         self.work.held = False
 
-    def on_lost(self, address: str, stage: StageName, why: str) -> None:
-        """End when the encoder is gone."""
-        if address == self.work.address:
-            self.work.held = False
+    def on_lost(self, address: str, stage: StageName, why: str, gone: bool) -> None:
+        """End when the encoder has lost the item."""
+        if address == self.work.address and self.work.held:
+            self.work.held = not gone
             self.fail(StageLostError(f"the {stage} of this request was lost: {why}"))
 
     def fail(self, error: TransomError) -> None:

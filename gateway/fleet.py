@@ -27,6 +27,7 @@ STAGES: tuple[StageName, ...] = ("encoder", "prefill", "decode")
 _MAX_ENCODERS = 256  # configured and joined
 _MAX_WEIGHT = 64
 _FORGET_S = 30.0
+_MAX_ASKED = 256  # pings of one worker that are remembered
 
 
 @dataclass(slots=True)
@@ -38,9 +39,11 @@ class Worker:
     peer: str = ""
     ready: bool = False
     incarnation: str = ""
+    breaks: int | None = None  # of its connection to us, as this incarnation said last
     last_heard_s: float = -math.inf
     last_used_s: float = -math.inf
-    nonce: int = -1
+    asked: dict[int, float] = field(default_factory=dict)  # pings without an answer, and when they were sent
+    told_s: float | None = None  # when it was asked for what it last told
     load: dict[str, float] = field(default_factory=dict)
     own_tokens: int = 0
     own_requests: int = 0
@@ -51,7 +54,9 @@ class Worker:
 
 
 class Fleet:
-    """`on_lost(address, stage, why)` is called when a worker that may hold requests is gone.
+    """`on_lost(address, stage, why, gone)` is called when a worker has lost the requests that it may hold.
+
+    Unless it is `gone`, it may hold later ones and can be told to drop them.
 
     Without a worker of each of the `needed` stages nothing can be served.
     """
@@ -61,7 +66,7 @@ class Fleet:
         transport: Transport,
         addresses: Mapping[StageName, Sequence[str]],
         *,
-        on_lost: Callable[[str, StageName, str], None],
+        on_lost: Callable[[str, StageName, str, bool], None],
         ping_interval_s: float,
         worker_timeout_s: float,
         needed: Sequence[StageName] = STAGES,
@@ -133,10 +138,12 @@ class Fleet:
             if worker.ready and now - worker.last_heard_s > self._timeout_s:
                 self._lose(worker, f"it has not answered for {self._timeout_s:g} s")
             self._nonces += 1
-            worker.nonce = self._nonces
+            worker.asked[self._nonces] = now
+            if len(worker.asked) > _MAX_ASKED:
+                del worker.asked[next(iter(worker.asked))]
             try:
                 self._transport.send(
-                    worker.address, Ping(reply_to=self._transport.address, nonce=worker.nonce)
+                    worker.address, Ping(reply_to=self._transport.address, nonce=self._nonces)
                 )
             except TransomError as error:
                 logger.debug("can't ping %s: %s", worker.address, error.message)
@@ -156,7 +163,7 @@ class Fleet:
         """Take a worker's answer."""
         worker = next(
             (one for one in self._workers.values() if peer in (one.address, one.peer)), None
-        ) or next((one for one in self._workers.values() if one.nonce == pong.nonce), None)
+        ) or next((one for one in self._workers.values() if pong.nonce in one.asked), None)
         if worker is None:
             logger.warning("a pong from %s, which is no worker of ours", peer)
             return
@@ -167,18 +174,35 @@ class Fleet:
             return
         if worker.incarnation and worker.incarnation != pong.incarnation:
             self._lose(worker, "it was restarted")
+        if worker.breaks is not None and pong.breaks > worker.breaks:
+            # It took us for lost, and what it had to say to us is lost.
+            logger.warning("%s at %s has lost its connection to us", worker.stage, worker.address)
+            self._on_lost(worker.address, worker.stage, "its connection to the gateway ended", False)
         if pong.ready and not worker.ready:
             logger.info("%s at %s is ready", worker.stage, worker.address)
         self._by_peer.pop(worker.peer, None)
         self._by_peer[peer] = worker
         worker.peer = peer
         worker.incarnation = pong.incarnation
+        worker.breaks = pong.breaks
         worker.ready = pong.ready
         worker.load = pong.load
+        self._date(worker, pong.nonce)
         worker.last_heard_s = self._clock()
         worker.complained = False
         if worker.stage == "encoder":
             self._weigh(worker, pong.load.get("ranks", 1.0))
+
+    def _date(self, worker: Worker, nonce: int) -> None:
+        """Note when a worker was asked for what it tells now; it answers in the order of the questions."""
+        asked_s = worker.asked.get(nonce)
+        if asked_s is not None:
+            worker.told_s = asked_s
+            worker.asked = {one: when for one, when in worker.asked.items() if one > nonce}
+
+    def age_s(self, worker: Worker) -> float | None:
+        """Return how old a worker's figures may be: since it was asked. None before it told any."""
+        return None if worker.told_s is None else self._clock() - worker.told_s
 
     def heard(self, peer: str) -> None:
         """Take any message of a worker for a sign of life: behind many others its pong may be late."""
@@ -244,8 +268,9 @@ class Fleet:
         logger.warning("%s at %s is lost: %s", worker.stage, worker.address, why)
         worker.ready = False
         worker.incarnation = ""
+        worker.breaks = None
         worker.load = {}
-        self._on_lost(worker.address, worker.stage, why)
+        self._on_lost(worker.address, worker.stage, why, True)
 
     def choose(self, stage: StageName) -> str:
         """Return the worker that should take the next request; raise UnavailableError when there is none."""

@@ -28,7 +28,7 @@ def show_fleet(fleet: Fleet, own_load: Mapping[str, float]) -> dict[str, Any]:
                 "stage": stage,
                 "total": len(workers),
                 "ready": sum(worker.ready for worker in workers),
-                "workers": [_worker(fleet.name(worker.address), worker) for worker in workers[:_MAX_WORKERS]],
+                "workers": [_worker(fleet, worker) for worker in workers[:_MAX_WORKERS]],
             }
             for stage in STAGES
             for workers in [fleet.workers(stage)]
@@ -36,10 +36,12 @@ def show_fleet(fleet: Fleet, own_load: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _worker(name: str, worker: Worker) -> dict[str, Any]:
+def _worker(fleet: Fleet, worker: Worker) -> dict[str, Any]:
+    age_s = fleet.age_s(worker)
     return {
-        "name": name,
+        "name": fleet.name(worker.address),
         "ready": worker.ready,
+        "age_s": None if age_s is None else round(age_s, 3),
         "in_work": worker.own_requests,
         "in_work_tokens": worker.own_tokens,
         "load": _figures(worker.load),

@@ -145,10 +145,13 @@ class LiveRequest:
         """End the request with a worker's error."""
         self.fail(from_info(message.error))
 
-    def on_lost(self, address: str, stage: StageName, why: str) -> None:
-        """End the request when a worker that holds a part of it is gone. It is never sent elsewhere."""
+    def on_lost(self, address: str, stage: StageName, why: str, gone: bool) -> None:
+        """End the request when a worker has lost a part of it. It is never sent elsewhere.
+
+        A worker that is not gone is told all the same.
+        """
         touched = [work for work in self.works() if work.address == address and work.held]
-        for work in touched:
+        for work in touched if gone else ():
             self._let_go(work)
         if touched:
             self.fail(StageLostError(f"the {stage} worker of this request was lost: {why}"))
@@ -219,8 +222,8 @@ class Routed(Protocol):
     def on_failed(self, message: RequestFailed) -> None:
         """End with a worker's error."""
 
-    def on_lost(self, address: str, stage: StageName, why: str) -> None:
-        """End when a worker that holds a part is gone."""
+    def on_lost(self, address: str, stage: StageName, why: str, gone: bool) -> None:
+        """End when a worker has lost a part; `gone`: it needs no telling."""
 
 
 class RequestTable:
@@ -250,10 +253,10 @@ class RequestTable:
         """Return a live request."""
         return self._live.get(request_id)
 
-    def lost(self, address: str, stage: StageName, why: str) -> None:
-        """Fail every request that a lost worker holds a part of."""
+    def lost(self, address: str, stage: StageName, why: str, gone: bool) -> None:
+        """Fail every request of which a worker has lost a part."""
         for request in list(self._live.values()):
-            request.on_lost(address, stage, why)
+            request.on_lost(address, stage, why, gone)
 
     async def wait_idle(self) -> None:
         """Return when no request is live."""

@@ -116,13 +116,17 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """A worker's state. `incarnation` changes with every start of the process."""
+    """A worker's state. `incarnation` changes with every start of the process.
+
+    `breaks` counts how often the worker lost its connection to the asker, and dropped the asker's requests.
+    """
 
     nonce: int
     stage: str
     incarnation: str
     ready: bool
     load: dict[str, float]
+    breaks: int = 0
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):

@@ -42,6 +42,7 @@ from transom.transport import Received, Transport
 logger = logging.getLogger(__name__)
 
 _ORPHAN_END_S = 1.5  # beyond draining: time to release everything once the supervisor is gone
+_MAX_BREAKS = 4096  # peers whose lost connections are remembered
 
 
 class Stage(ABC):
@@ -106,6 +107,7 @@ class StageRunner:
         self.ready = False
         self.draining = False
         self._stop = asyncio.Event()
+        self._breaks: dict[str, int] = {}  # by peer: connections to it that have ended
         self._started_s = time.monotonic()
         self._registry = make_registry(
             [
@@ -194,6 +196,7 @@ class StageRunner:
                         incarnation=self.incarnation,
                         ready=self._problem() is None,
                         load=self.stage.load(),
+                        breaks=self._breaks.get(message.reply_to, 0),
                     )
                     transport.send(message.reply_to, pong)
                 else:
@@ -206,6 +209,9 @@ class StageRunner:
                 request_id_var.reset(token)
 
     def _peer_lost(self, address: str) -> None:
+        self._breaks[address] = self._breaks.pop(address, 0) + 1
+        if len(self._breaks) > _MAX_BREAKS:
+            del self._breaks[next(iter(self._breaks))]
         try:
             self.stage.peer_lost(address)
         except Exception:

@@ -98,10 +98,18 @@ export function drawTimelineProblem(message) {
   document.getElementById("timeline-body").replaceChildren(make("p", "hint", message));
 }
 
+const OLD_S = 3; // the gateway asks far more often
+
+/** Say how old a worker's figures are where a reader would take them for newer. */
+function age(worker) {
+  if (worker.age_s === null) return "never heard";
+  return worker.age_s < OLD_S ? "" : `told ${count(Math.round(worker.age_s))} s ago`;
+}
+
 function workerFigures(stage, worker) {
   const load = worker.load;
   const nodes = [];
-  const facts = [`${count(worker.in_work)} in work`];
+  const facts = [age(worker), `${count(worker.in_work)} in work`].filter(Boolean);
   if (stage === "encoder") {
     const looked = (load.cache_hits ?? 0) + (load.cache_misses ?? 0);
     if (load.items) facts.push(`${count(load.items)} items`);
@@ -129,7 +137,7 @@ export function drawFleet(fleet) {
       head.prepend(make("span", "dot"));
       row.append(head);
       if (worker.ready) row.append(...workerFigures(stage, worker));
-      else row.append(make("span", "worker-facts", "not ready"));
+      else row.append(make("span", "worker-facts", ["not ready", age(worker)].filter(Boolean).join(", ")));
       list.append(row);
     }
     nodes.push(title, list);

@@ -147,6 +147,8 @@ async def test_the_fleet_is_shown_and_followed(page: Page, fleet: ScriptedFleet)
     fleet.encoders[0].ready = False
     await page.until("document.querySelector('#readiness').innerText.includes('no ready encoder')")
     assert "not ready" in await page.text(".worker.lost")
+    fleet.decodes[0].answer_pings = False
+    await page.until("/told \\d+ s ago, 0 in work/.test(document.querySelector('#fleet').innerText)")
 
 
 async def test_a_key_is_asked_for_and_kept_in_the_tab(

@@ -55,6 +55,7 @@ class ScriptedWorker:
         self.answer_pings = True
         self.incarnation = "first"
         self.load: dict[str, float] = {}
+        self.breaks = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self._news = asyncio.Condition()
 
@@ -81,6 +82,7 @@ class ScriptedWorker:
                             incarnation=self.incarnation,
                             ready=self.ready,
                             load=self.load,
+                            breaks=self.breaks,
                         ),
                     )
                 continue

@@ -427,6 +427,34 @@ async def test_too_much_at_once_is_refused_with_a_time_to_come_back(start_fleet:
     await until_idle(fleet)
 
 
+@pytest.mark.parametrize("stage", ["encoder", "prefill", "decode"])
+async def test_a_worker_that_lost_the_gateway_ends_its_requests_at_once(
+    fleet: ScriptedFleet, stage: str
+) -> None:
+    """The worker lives and answers pings, but what it said to this gateway may be lost for ever."""
+    worker = next(one for one in fleet.workers if one.stage == stage)
+    fleet.script = Script(done_when=asyncio.Event()) if stage == "encoder" else Script(hold=asyncio.Event())
+    if stage == "prefill":
+        worker.on_message = None
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE))
+        await worker.wait_for({"encoder": EncodeJob, "prefill": PrefillJob, "decode": KVHandoff}[stage])
+        worker.breaks = 1
+        async with await asking as response:
+            assert response.status == 502
+            error = (await response.json())["error"]
+        assert error["code"] == "stage_lost"
+        assert (
+            f"the {stage} worker of this request was lost: its connection to the gateway" in error["message"]
+        )
+        await worker.wait_for(Abort)  # it may have come after the break
+        await until_idle(fleet)
+        fleet.script = Script()
+        fleet.wire()
+        async with session.post(f"{fleet.url}/v1/chat/completions", json=WITH_IMAGE) as response:
+            assert response.status == 200
+
+
 async def test_draining_finishes_what_runs_and_refuses_the_rest(start_fleet: FleetFactory) -> None:
     fleet = await start_fleet(drain_timeout_s=600)
     hold = asyncio.Event()

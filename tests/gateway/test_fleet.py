@@ -77,7 +77,7 @@ def make_fleet(wire: Wire, clock: Clock, lost: list[tuple[str, str]], **changes:
     return Fleet(
         cast(Transport, wire),
         ADDRESSES,
-        on_lost=lambda address, stage, why: lost.append((address, why)),
+        on_lost=lambda address, stage, why, gone: lost.append((address, why)),
         ping_interval_s=0.5,
         worker_timeout_s=10,
         clock=clock,
@@ -86,8 +86,16 @@ def make_fleet(wire: Wire, clock: Clock, lost: list[tuple[str, str]], **changes:
     )
 
 
-def pong(stage: str, incarnation: str = "one", *, nonce: int = 0, ready: bool = True, **load: float) -> Pong:
-    return Pong(nonce=nonce, stage=stage, incarnation=incarnation, ready=ready, load=load)
+def pong(
+    stage: str,
+    incarnation: str = "one",
+    *,
+    nonce: int = 0,
+    ready: bool = True,
+    breaks: int = 0,
+    **load: float,
+) -> Pong:
+    return Pong(nonce=nonce, stage=stage, incarnation=incarnation, ready=ready, load=load, breaks=breaks)
 
 
 def pass_time(fleet: Fleet, clock: Clock, seconds: float, heard: str = "") -> None:
@@ -180,6 +188,53 @@ def test_a_text_model_needs_no_encoder() -> None:
     assert fleet.missing() == ["decode"]
     fleet.pong("tcp://d0", pong("decode"))
     assert fleet.missing() == []
+
+
+def test_the_age_of_figures_counts_since_they_were_asked_for() -> None:
+    wire, clock = Wire(), Clock()
+    fleet = make_fleet(wire, clock, [])
+    prefill, other = fleet["tcp://p0"], fleet["tcp://p1"]
+    assert fleet.age_s(prefill) is None
+    for _ in range(3):
+        fleet.tick()
+        clock.now += 0.5
+    asked = [one.nonce for address, one in wire.sent if isinstance(one, Ping) and address == "tcp://p0"]
+    fleet.pong("tcp://p0", pong("prefill", nonce=asked[0]))
+    assert fleet.age_s(prefill) == 1.5
+    fleet.pong("tcp://p0", pong("prefill", nonce=asked[2]))
+    assert fleet.age_s(prefill) == 0.5
+    fleet.heard("tcp://p0")  # a sign of life, but no figures
+    fleet.pong("tcp://p0", pong("prefill", nonce=asked[1]))  # its question is forgotten: they may be older
+    fleet.lost("tcp://p0", "gone")
+    clock.now += 4
+    assert fleet.age_s(prefill) == 4.5
+    assert fleet.age_s(other) is None
+    for _ in range(1000):  # one that never answers is asked all the same
+        fleet.tick()
+    assert len(other.asked) < 300
+
+
+def test_a_worker_that_took_the_gateway_for_lost_has_dropped_its_requests() -> None:
+    lost: list[tuple[str, str]] = []
+    fleet = make_fleet(Wire(), Clock(), lost)
+
+    def tell(breaks: int, incarnation: str = "one") -> list[tuple[str, str]]:
+        lost.clear()
+        fleet.pong("tcp://p0", pong("prefill", incarnation, breaks=breaks))
+        return list(lost)
+
+    broke = [("tcp://p0", "its connection to the gateway ended")]
+    assert tell(3) == []  # from the time of another gateway at this address
+    assert tell(3) == []
+    assert tell(4) == broke
+    assert fleet["tcp://p0"].ready
+    assert tell(4) == []
+    assert tell(0) == []  # it forgets in time
+    assert tell(2) == broke
+    assert tell(0, "two") == [("tcp://p0", "it was restarted")]
+    assert tell(1, "two") == broke
+    fleet.lost("tcp://p0", "gone")
+    assert tell(9, "two") == []  # its requests were given up before
 
 
 def test_a_worker_under_another_name_is_known_by_its_nonce() -> None:
@@ -428,7 +483,7 @@ def test_a_closed_request_hears_nothing_more() -> None:
 def test_tokens_come_before_the_error_that_follows_them() -> None:
     request = encoded()
     request.on_chunk(chunk(0))
-    request.on_lost("d", "decode", "killed")
+    request.on_lost("d", "decode", "killed", True)
     assert [one.index for one in request.take()] == [0]
     with pytest.raises(StageLostError, match="decode worker of this request was lost: killed"):
         request.take()
@@ -461,7 +516,7 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
     for address, stage in (("e", "encoder"), ("p", "prefill"), ("d", "decode")):
         request = live([], [])
         arrive(request)
-        request.on_lost(address, cast(StageName, stage), "killed")
+        request.on_lost(address, cast(StageName, stage), "killed", True)
         assert (request.error is not None) == (address in held)
 
 
@@ -472,7 +527,7 @@ def test_a_prefill_worker_that_decodes_too_matters_to_the_end() -> None:
     for index in range(3):
         request.on_chunk(chunk(index))
     assert "p" not in released
-    request.on_lost("p", "prefill", "killed")
+    request.on_lost("p", "prefill", "killed", True)
     with pytest.raises(StageLostError, match="prefill worker"):
         request.take() and request.take()
     assert "p" in released
@@ -561,14 +616,17 @@ class RequestMachine(RuleBasedStateMachine):
         error = ErrorInfo(status=400, code="invalid_media", message="bad")
         exchange.choices[0].on_failed(RequestFailed(request_id="r", error=error, stage="encoder"))
 
-    @rule(address=st.sampled_from([one for group in ADDRESSES.values() for one in group]))
-    def lose(self, address: str) -> None:
-        held = [
+    def _held_by(self, address: str) -> list[LiveRequest]:
+        return [
             choice
             for _, exchange in self.open
             for choice in exchange.choices
             if not choice.done and any(work.held and work.address == address for work in choice.works())
         ]
+
+    @rule(address=st.sampled_from([one for group in ADDRESSES.values() for one in group]))
+    def lose(self, address: str) -> None:
+        held = self._held_by(address)
         known = bool(self.fleet[address].incarnation)
         self.fleet.lost(address, "killed")
         assert not known or all(choice.error is not None for choice in held)
@@ -576,6 +634,17 @@ class RequestMachine(RuleBasedStateMachine):
     @rule(address=st.sampled_from([one for group in ADDRESSES.values() for one in group]))
     def return_(self, address: str) -> None:
         self.fleet.pong(address, pong(self.fleet[address].stage, "next"))
+
+    @rule(address=st.sampled_from([one for group in ADDRESSES.values() for one in group]))
+    def break_(self, address: str) -> None:
+        worker = self.fleet[address]
+        if not worker.incarnation:
+            return
+        held = self._held_by(address)
+        news = pong(worker.stage, worker.incarnation, breaks=(worker.breaks or 0) + 1)
+        self.fleet.pong(address, news)
+        assert all(choice.error is not None for choice in held)
+        assert worker.ready
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 5))

@@ -180,6 +180,8 @@ async def test_fleet_view_names_no_address(fleet: ScriptedFleet) -> None:
     ]  # fmt: skip
     assert load == {"items": 3.0}
     assert "tcp" not in text
+    ages = [worker["age_s"] for stage in body["stages"] for worker in stage["workers"]]
+    assert all(0 <= age_s < PATIENCE_S for age_s in ages)
 
 
 async def test_the_command_draws_it(fleet: ScriptedFleet) -> None:

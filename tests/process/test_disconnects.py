@@ -6,6 +6,7 @@ A thousand of them take a minute; `--disconnects 100` on pytest's command line i
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -58,28 +59,38 @@ def bodies() -> list[dict[str, Any]]:
     return found
 
 
-async def held(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Return what is not back at zero, by stage or worker and figure."""
+async def held(session: aiohttp.ClientSession, url: str) -> tuple[dict[str, float], float]:
+    """Return what is not back at zero, by stage or worker and figure, and the age of the oldest figure."""
     async with session.get(f"{url}/v1/fleet") as response:
         fleet = await response.json()
+    age_s = 0.0
     found = {f"gateway {name}": fleet["gateway"][name] for name in HELD["gateway"]}
     for stage in fleet["stages"]:
         for worker in stage["workers"]:
+            age_s = max(age_s, math.inf if worker["age_s"] is None else worker["age_s"])
             found[f"{worker['name']} in_work"] = worker["in_work"] + worker["in_work_tokens"]
             # Of a worker that has told nothing, as far as the gateway knows, something may be held.
             load = worker["load"]
             found |= {f"{worker['name']} {name}": load.get(name, 1) for name in HELD[stage["stage"]]}
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in found.items() if value}, age_s
 
 
 async def until_nothing_is_held(session: aiohttp.ClientSession, url: str) -> None:
-    """Wait until three looks, with the workers' figures of two different pings or more, find nothing."""
-    end, clean = time.monotonic() + PATIENCE_S, 0
-    while clean < 3:
-        left = await held(session, url)
-        clean = 0 if left else clean + 1
-        assert time.monotonic() < end, left
-        await asyncio.sleep(0.6)  # the workers tell their figures twice a second
+    """Wait until two looks find nothing, with figures that every worker was asked for after the look before.
+
+    At the first of them the gateway has sent its last word on every request. What a worker is asked for after
+    that, it tells when it has read that word.
+    """
+    since = time.monotonic()
+    end, clean = since + PATIENCE_S, 0
+    while clean < 2:
+        began = time.monotonic()
+        left, age_s = await held(session, url)
+        assert time.monotonic() < end, (left, age_s)
+        if left or began - age_s > since:
+            clean = 0 if left else clean + 1
+            since = time.monotonic()
+        await asyncio.sleep(0.1)
 
 
 async def outcomes(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
