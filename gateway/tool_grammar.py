@@ -16,6 +16,7 @@ from transom.gateway.fields import refuse, show
 from transom.gateway.json_schema import inline_json
 from transom.gateway.schema import AnswerSchema
 from transom.gateway.tool_values import BARE_TYPES, json_types, parameter_types, resolve, to_json, typed_json
+from transom.grammar import MAX_GRAMMAR_BYTES
 from transom.tokenizer import Tokenizer
 
 _MAX_ANY_ORDER = 60  # a parameter of a rule has 64 bits; beyond it parameters come in the schema's order
@@ -53,9 +54,16 @@ class ToolGrammar:
             "call_rest: " + " | ".join(f'"{name}>" tool_{n}' for name, n in self._names.items()),
             f'call_end: BLANKS? "</function>" BLANKS? {end}',
         ]
+        size = 0
         for number, tool in enumerate(tools):
             function = tool["function"]
-            self.rules += _Tool(f"tool_{number}", function, strict.get(function["name"])).rules()
+            rules = _Tool(f"tool_{number}", function, strict.get(function["name"])).rules()
+            # Each strict parameter stands with all definitions of its schema: don't make much of it in vain.
+            size += sum(map(len, rules))
+            if size > MAX_GRAMMAR_BYTES:
+                problem = f"the grammar of their calls is over {MAX_GRAMMAR_BYTES} bytes, the limit"
+                raise refuse("tools", problem)
+            self.rules += rules
 
     def forced(self, name: str | None, *, begun: bool, single: bool) -> str:
         """Return the body of one call or more; `begun`: the prompt ends within the first one."""
@@ -238,9 +246,35 @@ def _searched(pattern: str, path: str) -> str:
     """Return the regular expression of all texts in which `pattern` is found somewhere."""
     start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[start : len(pattern) - end]
-    if re.search(r"(?<![\\\[])[\^]|(?<!\\)\$", inner) or (
-        (start or end) and "|" in re.sub(r"\(.*\)|\[.*\]", "", inner)
-    ):
+    signs = _signs(inner, path)
+    if signs & {"^", "$"} or ((start or end) and "|" in signs):
         raise refuse(path, "^ and $ are supported at the ends only, and not beside |")
     head, tail = "" if start else "(?s:.*)", "" if end else "(?s:.*)"
     return f"{head}({regex_to_lark(inner, 'dw')}){tail}"
+
+
+def _signs(pattern: str, path: str) -> set[str]:
+    """Return which of ^ and $ stand in a regular expression outside of classes, and | outside of groups too.
+
+    Raise RequestError where it ends groups that it has not begun, or begins what it doesn't end: within
+    another expression it would become something else.
+    """
+    groups = classes = first = 0  # `first`: where a class takes even ] for a character
+    found = set()
+    escaped = False
+    for at, char in enumerate(pattern):
+        if escaped or char == "\\":
+            escaped = not escaped
+        elif char == "[":
+            classes, first = classes + 1, at + 1 + pattern.startswith("^", at + 1)
+        elif classes:
+            classes -= char == "]" and at > first
+        elif char in "()":
+            groups += 1 if char == "(" else -1
+            if groups < 0:
+                break
+        elif char in "^$" or (char == "|" and not groups):
+            found.add(char)
+    if groups or classes or escaped:
+        raise refuse(path, f"{show(pattern)} is no regular expression")
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_MAX_REFS = 32
+_MAX_LOOKS = 20_000  # at parts of the schemas of one tool's parameters
 # A parameter of these types alone may stand as bare text; any other is JSON, whose strings may hold end tags.
 BARE_TYPES = frozenset({"string", "null", "boolean"})
 
@@ -21,36 +21,53 @@ def to_json(value: Any) -> str:
 
 
 def parameter_types(function: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the JSON types that each parameter may have; a parameter that says none is left out."""
+    """Return the JSON types that each parameter may have; a parameter that says none is left out.
+
+    So are those after which all of them together are too much to look at.
+    """
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     found: dict[str, set[str]] = {}
+    looks = 0
     for key, schema in properties.items() if isinstance(properties, Mapping) else ():
-        types = _schema_types(schema, parameters, _MAX_REFS)
+        types, cost = _named_types(schema, parameters)
+        looks += cost
+        if looks > _MAX_LOOKS:
+            break
         if types:
             found[key] = types
     return found
 
 
-def _schema_types(schema: Any, root: Any, refs: int) -> set[str]:
-    """Return the types that a schema names itself, in its alternatives or behind local references."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {item for item in kind if isinstance(item, str)}
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    types = set().union(*(json_types(value) for value in (*values, *_const(schema))))
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and refs > 0:
-        types |= _schema_types(resolve(root, ref), root, refs - 1)
-    for name in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(name)
-        if isinstance(options, list) and refs > 0:
-            types = types.union(*(_schema_types(option, root, refs - 1) for option in options))
-    return types
+def _named_types(schema: Any, root: Any) -> tuple[set[str], int]:
+    """Return the types that a schema names itself, in its alternatives or behind local references.
+
+    And at how many parts and values this looked. At each once: the ways to a part may be without number.
+    """
+    types: set[str] = set()
+    seen: set[int] = set()
+    stack = [schema]
+    cost = 0
+    while stack:
+        one = stack.pop()
+        cost += 1
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind = one.get("type")
+        if isinstance(kind, (str, list)):
+            types |= {kind} if isinstance(kind, str) else {item for item in kind if isinstance(item, str)}
+            continue
+        values = one["enum"] if isinstance(one.get("enum"), list) else []
+        cost += len(values)
+        types = types.union(*(json_types(value) for value in (*values, *_const(one))))
+        if isinstance(one.get("$ref"), str):
+            stack.append(resolve(root, one["$ref"]))
+        for name in ("anyOf", "oneOf", "allOf"):
+            options = one.get(name)
+            if isinstance(options, list):
+                stack += options
+    return types, cost
 
 
 def _const(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -24,6 +24,8 @@ from transom.gateway.prompt import Prompt
 from transom.gateway.reasoning_parser import ReasoningParser
 from transom.gateway.responses import join_calls
 from transom.gateway.schema import ChatRequest
+from transom.gateway.tool_grammar import ToolGrammar
+from transom.gateway.tool_values import parameter_types
 from transom.grammar import grammar_tokenizer
 from transom.messages import Grammar, TokenChunk
 
@@ -436,6 +438,68 @@ def test_strict_parameters_that_cannot_be_held_to_are_refused(parameters: Any, a
         grammar_of(chat(tools=[tool("look"), tool("f", parameters, strict=True)]))
     assert caught.value.param == "tools[1].function.parameters" + at
     assert words in caught.value.message
+
+
+def branching(levels: int, options: int) -> dict[str, Any]:
+    """A schema of few bytes in which the ways from the first part to the last are options ** levels."""
+    defs: dict[str, Any] = {
+        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * options} for n in range(levels)
+    }
+    defs[f"d{levels}"] = {"type": ["integer", "null"]}
+    return {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}, "b": {}}, "$defs": defs}
+
+
+def test_the_types_of_a_parameter_are_found_in_the_size_of_its_schema() -> None:
+    assert parameter_types({"parameters": branching(300, 9)}) == {"a": {"integer", "null"}}
+    loop = {
+        "properties": {
+            "a": {"$ref": "#/properties/b"},
+            "b": {"oneOf": [{"$ref": "#/properties/a"}, {"const": 1}]},
+        }
+    }
+    assert parameter_types({"parameters": loop}) == {key: {"integer", "number"} for key in "ab"}
+
+
+def test_too_many_parts_of_parameters_are_not_looked_at() -> None:
+    """Parameters beyond are taken as text: a request is never refused for it, and holds nobody up."""
+    part = {"anyOf": [{"enum": [None] * 1000}] * 9 + [{"type": "boolean"}]}
+    schema = {"properties": {f"p{n}": {"$ref": "#/part"} for n in range(5000)}, "part": part}
+    seen = parameter_types({"parameters": schema})
+    assert list(seen) == [f"p{n}" for n in range(len(seen))]
+    assert 1 <= len(seen) < 50
+    assert seen["p0"] == {"null", "boolean"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [("^(a|b)$", True), ("^[a|b]$", True), (r"^a\|b$", True), ("a|b", True), ("^" + "[" * 60_000, False),
+     ("^(a)|(b)$", False), ("^a|b", False), ("^[(]|[)]$", False), ("a)(b", False), ("a)|(b", False),
+     ("\\", False), ("(", False), (r"\(", True), (r"[\[]", True), ("[](]", True), ("[^](]", True),
+     ("[^^(]", True), ("^[a$^]$", True), (r"a\$b", True), ("a$b", False), ("[[:alpha:](]", True)],
+)  # fmt: skip
+def test_patterns_that_would_become_others_within_a_call_are_refused(pattern: str, fits: bool) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    request = chat(tools=[tool("f", parameters, strict=True)], tool_choice="required")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    if fits:
+        assert ToolGrammar(tools, request.strict_tools, TOKENIZER).rules
+        return
+    with pytest.raises(RequestError) as caught:
+        ToolGrammar(tools, request.strict_tools, TOKENIZER)
+    assert caught.value.param == "tools[0].function.parameters.properties.a.pattern"
+    assert len(caught.value.message) < 300
+
+
+def test_strict_parameters_that_become_too_large_a_grammar_are_refused_before_it_is_made() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "object", "$ref": "#/$defs/x"} for n in range(300)},
+        "$defs": {"x": {"type": "object", "properties": {f"q{n}": {"type": "null"} for n in range(400)}}},
+    }
+    request = chat(tools=[tool(f"f{n}", parameters, strict=True) for n in range(3)])
+    with pytest.raises(RequestError, match="the grammar of their calls is over 1048576 bytes") as caught:
+        ToolGrammar(request.tools, request.strict_tools, TOKENIZER)
+    assert caught.value.param == "tools"
 
 
 def test_tools_that_are_not_strict_are_never_refused_for_their_schema(vocabulary: LLTokenizer) -> None:
