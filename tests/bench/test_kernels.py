@@ -29,6 +29,19 @@ def test_kernels_reproduce_the_references(
         assert min(row["fused_us"], row["torch_us"], row["dense_us"]) > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_a_real_width_are_chosen_alike_in_every_dtype(
+    native_ops: NativeOps, dtype: torch.dtype
+) -> None:
+    bench = kernels.Bench(native_ops, kernels.SHAPES["tiny"], torch.device("cpu"), dtype)
+    case = bench._moe(16)
+    exact = case.exact()
+    allowed = 1e-5 if dtype == torch.float32 else 0.03
+    assert ((case.plain().double() - exact).abs().max() / exact.abs().max()) < allowed
+    if dtype == torch.float32:
+        assert ((case.fused().double() - exact).abs().max() / exact.abs().max()) < allowed
+
+
 def test_a_wrong_kernel_is_not_timed(
     native_library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
