@@ -57,9 +57,11 @@ def test_the_commands_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_says_what_it_is_for_with_examples(name: str) -> None:
+def test_help_says_what_it_is_for_with_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     parser = COMMANDS[name]
     text = parser.format_help()
+    assert all(len(line) <= 80 for line in text.split("\n\n")[1].splitlines())  # the description
     assert parser.description
     assert f"examples:\n  {name}" in text
     for action in parser._actions:

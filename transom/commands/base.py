@@ -6,7 +6,9 @@ Runs in the `transom` command; knows no stage.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -41,7 +43,14 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         self.fill()
-        return super().format_help()
+        # The formatter that leaves the examples as they are leaves long descriptions so too.
+        text, width = self.description, shutil.get_terminal_size().columns - 2
+        lines = (text or "").splitlines()
+        self.description = "\n".join(textwrap.fill(line, max(width, 20)) for line in lines) or None
+        try:
+            return super().format_help()
+        finally:
+            self.description = text
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
