@@ -209,6 +209,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     # Encoders and prefill
     "a burst of requests with pictures loses some of them, or hangs near its end": (
         f"{RANKS}::test_200_requests_with_294_images_lose_none_and_health_answers",
+        f"{ANSWERS}::test_200_requests_with_294_pictures_at_once_are_all_answered",
     ),
     "what was given up or has run out of time is encoded all the same": (
         f"{RANKS}::test_items_that_nobody_wants_are_never_embedded",
@@ -232,6 +233,20 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "nobody can see how often cached embeddings are found": (
         "encoder/server/test_kept.py::test_two_encoders_share_what_they_made",
         f"{SERVER}::test_metrics_count_items_batches_and_failures",
+    ),
+    "nobody can see what each rank of an encoder does": (
+        f"{RANKS}::test_both_ranks_take_their_share_and_agree",
+        f"{RANKS}::test_killed_ranks_cost_no_request_and_leave_nothing",
+    ),
+    # Who gets what
+    "a hash ring keeps a node that has left, or moves the keys of others": (
+        "core/test_hash_ring.py::test_a_lost_nodes_keys_alone_move_and_to_their_next_node",
+        "core/test_hash_ring.py::test_nodes_that_come_and_go_move_their_own_keys_only",
+        "gateway/test_fleet.py::test_media_stay_with_their_encoder_unless_it_is_overloaded_or_gone",
+    ),
+    "requests that nothing tells apart all go to the first worker": (
+        "gateway/test_fleet.py::test_equal_workers_share_the_work",
+        "gateway/test_fleet.py::test_the_least_loaded_worker_is_chosen_and_ties_go_to_the_one_that_waited",
     ),
     # Shared memory
     "a full /dev/shm kills who writes to it": (f"{ARENAS}::test_too_small_file_system_fails_cleanly",),

@@ -14,6 +14,8 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.patience import PATIENCE_S
+
 pytestmark = pytest.mark.process
 
 MODEL = "mimo-nano"
@@ -185,6 +187,27 @@ async def test_sixteen_clients_at_once_get_their_own_answers(client: openai.Asyn
     assert len(set(alone)) == len(alone)
     together = await asyncio.gather(*(answer(client, *parts) for parts in kinds * 2))
     assert together == alone * 2
+
+
+@pytest.mark.slow
+async def test_200_requests_with_294_pictures_at_once_are_all_answered(client: openai.AsyncOpenAI) -> None:
+    """Through all stages, none lost and none mixed up: no picture is in the cache, no two are equal."""
+    colours = sorted(media.COLOURS)
+
+    async def one(number: int) -> tuple[str, str]:
+        colour = colours[number % len(colours)]
+        count = 2 if number < 94 else 1
+        shapes = (("circle", "square", "triangle")[(number + one) % 3] for one in range(count))
+        size = (96 + number % 50, 96 + number // 50)
+        parts = [image(media.picture(colour, shape, size=size)) for shape in shapes]
+        reply = await ask(client, [user(*parts, text("What is this?" if count == 1 else "What are these?"))])
+        assert reply.usage.prompt_tokens_details.image_tokens >= 9 * count
+        return colour, reply.choices[0].message.content.lower()
+
+    async with asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(*(one(number) for number in range(200)))
+    # The demo model is wrong about some pictures, but not about most of their colours.
+    assert sum(colour in said for colour, said in answers) > 170
 
 
 async def test_a_bad_item_fails_alone(client: openai.AsyncOpenAI) -> None:
