@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -101,9 +102,11 @@ class Flights:
             raise
         except TransomError as error:
             encoding.fail(error)
+            _let_go(error)
         except Exception as error:
             logger.exception("encoding %s failed", job.param)
             encoding.fail(TransomError(f"the encoder failed on this item ({type(error).__name__})"))
+            _let_go(error)
         finally:
             if file is not None:
                 file.close()
@@ -113,3 +116,12 @@ class Flights:
         current = self._running.get(encoding.key)
         if current is not None and current[0] is encoding:
             del self._running[encoding.key]
+
+
+def _let_go(error: Exception) -> None:
+    """Drop what the frames of a failed encoding hold.
+
+    A future that failed holds the error, its traceback the frames, and one of those the future: with that
+    cycle, the rows and samples of the item would stay until gc finds it.
+    """
+    traceback.clear_frames(error.__traceback__)

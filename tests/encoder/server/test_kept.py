@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,9 @@ from transom.encoder.config import EncoderConfig
 from transom.encoder.encoding import Chunk, Encoding
 from transom.encoder.flights import Flights
 from transom.encoder.kept import KeptEncodings
+from transom.encoder.media import wire
 from transom.encoder.spans import Timeline
+from transom.errors import MediaError
 from transom.messages import EncodeJob, MediaOptions, Modality
 from transom.shared_cache.contract import Claim, Lease
 
@@ -163,6 +166,13 @@ async def test_no_capacity_keeps_nothing(scope: str) -> None:
     await kept.close()
 
 
+def job_of(modality: Modality) -> EncodeJob:
+    return EncodeJob(
+        request_id="r", item_index=0, param="p", modality=modality, routing_key="k", url=None,
+        options=MediaOptions(), deadline_s=0.0, gateway="g", reply_to="p",
+    )  # fmt: skip
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Without it what is kept by a cycle stays."""
@@ -189,10 +199,7 @@ async def test_what_is_given_up_holds_no_lease(scope: str, no_collector: None) -
 
     # What is kept needs no pipeline.
     flights = Flights(kept, cast(Any, None), "bfloat16", Timeline(), spawn)
-    job = EncodeJob(
-        request_id="r", item_index=0, param="p", modality="video", routing_key="k", url=None,
-        options=MediaOptions(), deadline_s=0.0, gateway="g", reply_to="p",
-    )  # fmt: skip
+    job = job_of("video")
     admission = Admission(EncoderConfig(), Timeline())
     reached = asyncio.Semaphore(0)
 
@@ -226,6 +233,43 @@ async def test_what_is_given_up_holds_no_lease(scope: str, no_collector: None) -
             await asyncio.wait(tasks)
         await asyncio.sleep(0)
         assert kept.load()["cache_leases"] == 0, steps
+    await kept.close()
+
+
+class Failing:
+    """Stands for the pipeline: an item whose second piece fails in a rank."""
+
+    def __init__(self) -> None:
+        self.rows: weakref.ref[np.ndarray] | None = None
+
+    async def run(self, encoding: Encoding, file: wire.MemoryFile, options: MediaOptions) -> None:
+        first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
+        first.set_result(np.zeros(5))
+        second.set_exception(MediaError("broken"))
+        waiting = [first, second]
+        self.rows = weakref.ref(await waiting[0])
+        await waiting[1]
+
+
+async def test_a_failed_item_keeps_no_rows_alive(scope: str, no_collector: None) -> None:
+    kept, failing = await opened(scope), Failing()
+    tasks: list[asyncio.Task[None]] = []
+
+    def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        tasks.append(asyncio.create_task(work))
+        return tasks[-1]
+
+    flights = Flights(kept, cast(Any, failing), "bfloat16", Timeline(), spawn)
+    file = wire.MemoryFile.of(b"a picture")
+    source = flights.encode(KEY, job_of("image"), file)
+    reader = source.join()
+    with pytest.raises(MediaError, match="broken"):
+        await source.next(reader)
+    source.leave(reader)
+    await asyncio.gather(*tasks)
+    assert failing.rows is not None
+    assert failing.rows() is None
+    file.close()
     await kept.close()
 
 
