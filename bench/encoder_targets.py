@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from transom.bench.encoder_media import Item
 from transom.bench.processes import Child
-from transom.client import inline_part
+from transom.client import inline_part, why
 from transom.commands.base import base_url
 from transom.config import client_api_key
 from transom.curve import FleetKey
@@ -197,7 +197,7 @@ class ChatTarget(Target):
         except BaseException as error:
             await self._session.close()
             if isinstance(error, (aiohttp.ClientError, KeyError, IndexError, TypeError)):
-                raise UnavailableError(f"{self._url}: no model is served ({error})") from None
+                raise UnavailableError(f"{self._url}: no model is served: {why(error)}") from None
             raise
         return self
 
@@ -229,7 +229,7 @@ class ChatTarget(Target):
                 self._session.post(f"{self._url}/v1/chat/completions", json=body, timeout=timeout)
             )
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UnavailableError(f"{self._url}: {error or type(error).__name__}") from None
+            raise UnavailableError(f"{self._url}: {why(error)}") from None
         return Outcome()
 
 
@@ -303,7 +303,7 @@ async def _read_forwards(http: str) -> tuple[float, dict[float, float]]:
         async with aiohttp.ClientSession() as session, session.get(f"{base_url(http)}/metrics") as response:
             text = await response.text()
     except aiohttp.ClientError as error:
-        raise UnavailableError(f"{http}/metrics: {error}") from None
+        raise UnavailableError(f"{http}/metrics: {why(error)}") from None
     seconds = 0.0
     batches: dict[float, float] = {}
     for family in text_string_to_metric_families(text):

@@ -90,7 +90,7 @@ class ChatClient:
             async with self._session.get(f"{self._url}/v1/models") as response:
                 body = await _body(response)
         except aiohttp.ClientError as error:
-            raise UnavailableError(f"{self._url}: {_why(error)}") from None
+            raise UnavailableError(f"{self._url}: {why(error)}") from None
         names = [str(row["id"]) for row in body["data"]]
         if not names:
             raise UnavailableError(f"{self._url} serves no model")
@@ -112,12 +112,12 @@ class ChatClient:
                         answer.text += piece
                         yield piece
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise UnavailableError(f"{self._url}: {_why(error)}") from None
+            raise UnavailableError(f"{self._url}: {why(error)}") from None
         finally:
             answer.e2e_s = time.perf_counter() - begin
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
     """Say why there is no answer: of a connection that failed what the system says, without its number."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, ConnectionRefusedError):

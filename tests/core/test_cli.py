@@ -97,6 +97,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (("bench", "chat", "--mix", "smell=1"), "--mix 'smell=1': expected KIND=WEIGHT"),
         (("bench", "chat", "--mix", "text=-1"), "--mix 'text=-1'"),
         (("bench", "chat", "--requests", "0"), "--requests 0: must be at least 1"),
+        (("bench", "radix", "--out", "/no/such/rows.jsonl"), "--out /no/such/rows.jsonl: no file can be"),
+        (("bench", "serve", "--plot", "/no/such/load.svg"), "--plot /no/such/load.svg: no file can be"),
         (("health", "ftp://x"), "'ftp://x' is not an http URL"),
         (("keys", "/no/such/folder/key"), "fleet key file /no/such/folder/key"),
     ],

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 from transom.commands.base import Parser, add_json_flag, examples
+from transom.errors import ConfigError
 
 # Named here and not found by listing, so that help works without importing a benchmark's needs.
 BENCHMARKS = {
@@ -54,10 +57,23 @@ def _add_arguments(parser: Parser, *, name: str) -> None:
     add_json_flag(parser)
 
 
+def _check_writable(flag: str, file: Path) -> None:
+    if (
+        not file.parent.is_dir()
+        or file.is_dir()
+        or not os.access(file if file.exists() else file.parent, os.W_OK)
+    ):
+        raise ConfigError(f"{flag} {file}: no file can be written there")
+
+
 def load(name: str) -> ModuleType:
     """Import a benchmark's module."""
     return importlib.import_module(f"transom.bench.{name.replace('-', '_')}")
 
 
 def _run(args: argparse.Namespace) -> int:
+    for name in ("out", "plot"):  # better now than when a long run is over
+        file = getattr(args, name, None)
+        if file:
+            _check_writable(f"--{name}", Path(file))
     return int(load(args.benchmark).run(args))
