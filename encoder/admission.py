@@ -93,10 +93,12 @@ class Admission:
         """End the items of a request, all of them or all but one."""
         self._cancel_where(self._items.get(request_id, ()), lambda item: item is not but)
 
-    def cancel_of(self, address: str) -> None:
-        """End the items that nobody would be told of, or whose embeddings nobody would take."""
+    def cancel_of(self, address: str) -> list[EncodeJob]:
+        """End the items that nobody would be told of, or whose embeddings nobody would take; return these."""
         for items in list(self._items.values()):
             self._cancel_where(items, lambda item: address in (item.job.gateway, item.job.reply_to))
+        jobs = (item.job for items in self._items.values() for item in items)
+        return [job for job in jobs if job.reply_to == address != job.gateway]
 
     @staticmethod
     def _cancel_where(items: Iterable[Item], is_meant: Callable[[Item], bool]) -> None:

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import resource
 import time
+from collections import deque
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -39,7 +40,7 @@ from transom.encoder.ranks.pool import Ranks
 from transom.encoder.revision import model_revision
 from transom.encoder.spans import Timeline
 from transom.encoder.video_decoder import check_video_decoder
-from transom.errors import DeadlineError, MediaError, TransomError, UnavailableError
+from transom.errors import DeadlineError, MediaError, StageLostError, TransomError, UnavailableError
 from transom.hub import resolve_model
 from transom.log import log_arguments, request_id_var
 from transom.messages import (
@@ -61,6 +62,19 @@ logger = logging.getLogger(__name__)
 _MB = 1024 * 1024
 _DESCRIPTORS = 65_536
 _SHUTDOWN = "the encoder is shutting down"
+_LOST = "the prefill worker of this request was lost: the encoder's connection to it ended"
+# Embeddings that were handed to the transport may be under way for so long, and so many items are remembered.
+_UNDER_WAY_S = 60.0
+_MAX_UNDER_WAY = 1024
+
+
+class _Sent(NamedTuple):
+    """An item whose last chunk has been handed to the transport."""
+
+    at_s: float
+    request_id: str
+    gateway: str
+    taker: str
 
 
 def _allow_descriptors() -> None:
@@ -100,6 +114,7 @@ class EncoderStage(Stage):
         self._admission = Admission(config, self._timeline)
         self._draining = False
         self._served = self._failed = self._hits = self._misses = 0
+        self._sent: deque[_Sent] = deque(maxlen=_MAX_UNDER_WAY)
 
     async def start(self, transport: Transport) -> None:
         """Start the fetch workers, the decode workers and the ranks, side by side."""
@@ -232,6 +247,7 @@ class EncoderStage(Stage):
         finally:
             encoding.leave(reader)
             self._flights.stop_if_abandoned(encoding)
+        self._sent.append(_Sent(time.monotonic(), job.request_id, job.gateway, job.reply_to))
         await self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
     def _tell_size(self, job: EncodeJob, size: MediaSize) -> None:
@@ -285,8 +301,24 @@ class EncoderStage(Stage):
                 self._transport.send(address, message)
 
     def peer_lost(self, address: str) -> None:
-        """Drop the items that concern nobody else."""
-        self._admission.cancel_of(address)
+        """Drop the items that concern nobody else; tell gateways which requests lack embeddings now.
+
+        The prefill worker may live and wait for them: then nobody else would tell. One that has had them all
+        has answered, and the gateway knows.
+        """
+        lost = {(job.request_id, job.gateway) for job in self._admission.cancel_of(address)}
+        oldest_s = time.monotonic() - _UNDER_WAY_S
+        lost |= {
+            (one.request_id, one.gateway)
+            for one in self._sent
+            if one.taker == address != one.gateway and one.at_s >= oldest_s
+        }
+        info = StageLostError(_LOST).info()
+        for request_id, gateway in lost:
+            with contextlib.suppress(TransomError):
+                self._transport.send(
+                    gateway, RequestFailed(request_id=request_id, error=info, stage=self.name)
+                )
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return what is counted beside the load."""

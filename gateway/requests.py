@@ -143,6 +143,8 @@ class LiveRequest:
 
     def on_failed(self, message: RequestFailed) -> None:
         """End the request with a worker's error."""
+        if message.stage == "encoder" and self._next_index > 0:
+            return  # of embeddings that it took for lost: prefill has had them all
         self.fail(from_info(message.error))
 
     def on_lost(self, address: str, stage: StageName, why: str, gone: bool) -> None:

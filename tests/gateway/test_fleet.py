@@ -520,6 +520,21 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
         assert (request.error is not None) == (address in held)
 
 
+def test_embeddings_that_an_encoder_takes_for_lost_matter_until_prefill_has_answered() -> None:
+    error = ErrorInfo(status=502, code="stage_lost", message="the prefill worker of this request was lost")
+    failed = RequestFailed(request_id="r", error=error, stage="encoder")
+    request = encoded()
+    request.on_failed(failed)
+    with pytest.raises(StageLostError):
+        request.take()
+    request = encoded()
+    request.on_chunk(chunk(0))
+    request.on_failed(failed)
+    assert request.error is None
+    request.on_failed(msgspec.structs.replace(failed, stage="decode"))
+    assert request.error is not None
+
+
 def test_a_prefill_worker_that_decodes_too_matters_to_the_end() -> None:
     released: list[str] = []
     request = encoded(released)

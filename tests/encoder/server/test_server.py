@@ -359,16 +359,31 @@ async def test_metrics_count_items_batches_and_failures(client: Any, make_pictur
     assert "transom_encoder_batches_total" in text
 
 
-async def test_a_lost_prefill_frees_its_items(
-    client: Any, new_client: Any, encoder: dict[str, Any], make_clip: Make
+async def test_a_lost_prefill_frees_its_items_and_the_gateway_is_told(
+    client: Any, new_client: Any, encoder: dict[str, Any], make_clip: Make, make_picture: Make
 ) -> None:
+    """Also of embeddings that were sent, but may not have come; and only once of each loss."""
     async with new_client(encoder) as prefill:
-        prefill.results["orphan", 0] = shadow = type(client.send("x", "image", b""))()
-        client.send("orphan", "video", make_clip(3000, fps=24), fps=24.0, reply_to=prefill.transport.address)
+        taker = {"reply_to": prefill.transport.address}
+        own = client.send("own", "image", make_picture(40, 40))
+        for request_id in ("sent", "orphan"):
+            prefill.results[request_id, 0] = type(own)()
+        sent = client.send("sent", "image", make_picture(40, 40), **taker)
+        await client.wait(sent, own)
+        orphan = client.send("orphan", "video", make_clip(3000, fps=24), fps=24.0, **taker)
         async with asyncio.timeout(PATIENCE_S):
-            await shadow.first.wait()
+            await prefill.results["orphan", 0].first.wait()
+        assert (sent.failures, orphan.failures) == (0, 0)
     load = await client.settled()
     assert load["items"] == 0
+    await client.wait(orphan)
+    async with asyncio.timeout(PATIENCE_S):
+        while not sent.failures:
+            await client.load()  # as good as any message to wait for
+    for result in (sent, orphan):
+        assert (result.failures, result.error.status, result.error.code) == (1, 502, "stage_lost")
+        assert result.error.message.startswith("the prefill worker of this request was lost")
+    assert own.error is None
 
 
 async def test_urls_overload_and_the_end_of_the_process(
