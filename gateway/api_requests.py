@@ -293,7 +293,7 @@ class GenerationFields(Struct, kw_only=True):
     min_p: Share | None = 0.0
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.001, le=2)] | None = 1.0
     seed: Seed | None = None
     stop: str | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None

@@ -157,14 +157,9 @@ class Fields:
 
     def _check_range(self, name: str, value: float, rule: Rule, le: float | None) -> None:
         high = rule.le if le is None else le
-        low, above = rule.ge, rule.gt
-        if (
-            (low is not None and not value >= low)
-            or (above is not None and not value > above)
-            or (high is not None and not value <= high)
-        ):
-            allowed = [f"at least {low}"] * (low is not None) + [f"more than {above}"] * (above is not None)
-            allowed += [f"at most {high}"] * (high is not None)
+        low = rule.ge
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            allowed = [f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None)
             raise self.refuse(name, f"{show(value)} is out of range, {' and '.join(allowed)}")
 
     def array(self, name: str, *, required: bool = False) -> list[Any]:

@@ -69,6 +69,8 @@ class Model:
         add_generation_prompt = fields.flag("add_generation_prompt")
         if not fields.has("messages"):
             return name, prompt
+        if prompt is not None:
+            raise fields.refuse("prompt", "only allowed without messages")
         messages, media = parse_messages(fields, self.limits)
         return name, ChatRequest(
             generation=Generation(model=name, sampling=Sampling(max_tokens=1), max_tokens_given=True),

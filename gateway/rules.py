@@ -20,7 +20,6 @@ class Rule:
     """What a type says of one field. `inner` are the types of the objects in it, `values` those of a map."""
 
     ge: float | None = None
-    gt: float | None = None
     le: float | None = None
     min_len: int = 0
     max_len: int | None = None
@@ -77,7 +76,7 @@ def _rule(type_: inspect.Type) -> Rule:
     for one, extra in _alternatives(type_, {}):
         if isinstance(one, (inspect.IntType, inspect.FloatType)):
             low, high = extra.get("minimum", one.ge), extra.get("maximum", one.le)
-            rule = replace(rule, ge=low, gt=one.gt, le=high)
+            rule = replace(rule, ge=low, le=high)
         elif isinstance(one, inspect.StrType):
             rule = replace(rule, max_chars=one.max_length)
         elif isinstance(one, inspect.LiteralType):

@@ -33,6 +33,7 @@ _FORMATS = {
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 _DEFS = ("$defs", "definitions")
+_WHOLE = ("$ref", "allOf", "anyOf", "const", "enum", "oneOf", "patternProperties")
 
 
 class ToolGrammar:
@@ -101,6 +102,8 @@ class _Tool:
         known = properties if isinstance(properties, Mapping) else {}
         listed = self._root.get("required")
         required = {key for key in listed if isinstance(key, str)} if isinstance(listed, list) else set()
+        if self._strict is not None:
+            self._check_root(self._strict.param, known, required)
         keys = [
             key
             for key in dict.fromkeys((*known, *sorted(required)))
@@ -118,6 +121,19 @@ class _Tool:
         order = sorted(range(len(keys)), key=lambda number: keys[number] not in required)
         needed = sum(key in required for key in keys)
         return [*_in_any_order(name, [params[i] for i in order], needed), *self._more]
+
+    def _check_root(self, path: str, known: Mapping[str, Any], required: set[str]) -> None:
+        """Refuse what says more of strict parameters all together than which there are and must be."""
+        most = len({*known, *required})
+        unheld = [name for name in _WHOLE if name in self._root]
+        unheld += ["minProperties"] * (self._root.get("minProperties", 0) > len(required))
+        unheld += ["maxProperties"] * (self._root.get("maxProperties", most) < most)
+        for name in unheld:
+            raise refuse(f"{path}.{name}", "not supported for all of a tool's strict parameters together")
+        more = self._root.get("additionalProperties", True)
+        for key in sorted(required):
+            if known.get(key) is False or (key not in known and more not in (True, {})):
+                raise refuse(f"{path}.required", f"{show(key)} is not among the properties that may be there")
 
     def _writable(self, key: str) -> bool:
         fits = _KEY.fullmatch(key) is not None and key == key.strip()

@@ -424,12 +424,55 @@ BAD_TOOLS: list[tuple[Any, str, str]] = [
         ".properties.a.pattern",
         "at the ends only",
     ),
+    *(
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], name: value},
+            f".{name}",
+            "together",
+        )
+        for name, value in [
+            ("anyOf", [{"required": ["a"]}]),
+            ("allOf", [{"required": ["b"]}]),
+            ("oneOf", [{"required": ["b"]}]),
+            ("const", {"a": 1}),
+            ("enum", [{"a": 1}]),
+            ("$ref", "#/properties/a"),
+            ("patternProperties", {"a": {}}),
+            ("minProperties", 2),
+            ("maxProperties", 1),
+        ]
+    ),
+    *(
+        ({"type": "object", "required": ["z"], **rest}, ".required", "'z' is not among the properties")
+        for rest in [
+            {"additionalProperties": False},
+            {"additionalProperties": {"type": "integer"}},
+            {"properties": {"z": False}},
+        ]
+    ),
     (
         {"type": "object", "properties": {"a": {"enum": ["x</parameter>"]}}},
         ".properties.a",
         "can't be written",
     ),
 ]
+
+
+def test_what_strict_parameters_may_say_together(vocabulary: LLTokenizer) -> None:
+    rest: dict[str, Any]
+    for rest in ({"additionalProperties": {"type": "integer"}}, {"minProperties": 1, "maxProperties": 2},
+                 {"additionalProperties": False}, {"required": ["a", "z"]}):  # fmt: skip
+        schema = {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "b": {"type": "null"}},
+            "required": ["a"],
+        } | rest
+        request = chat(tools=[tool("f", schema, strict=True)], tool_choice="required")
+        grammar, prompt = grammar_of(request)
+        for seed in range(4):
+            ids = random_answer(matcher_of(grammar.text, vocabulary), TOKENIZER, random.Random(seed))
+            for call in join_calls(read(request, prompt, ids)[1].tool_calls):
+                jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
 @pytest.mark.parametrize(("parameters", "at", "words"), BAD_TOOLS)

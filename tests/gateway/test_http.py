@@ -275,6 +275,19 @@ async def test_tokens_go_there_and_back(fleet: ScriptedFleet, session: aiohttp.C
         assert (await error_of(response))["param"] == "tokens[0]"
 
 
+async def test_either_a_prompt_or_messages_are_tokenised(
+    fleet: ScriptedFleet, session: aiohttp.ClientSession
+) -> None:
+    for body, problem in (
+        ({"messages": user("a"), "prompt": "a"}, "only allowed without messages"),
+        ({}, "a required string is missing"),
+    ):
+        async with session.post(fleet.url + "/tokenize", json=body) as response:
+            error = await error_of(response)
+            assert (response.status, error["param"]) == (400, "prompt")
+            assert problem in error["message"]
+
+
 async def test_texts_far_beyond_the_context_are_not_worked_on(
     start_fleet: FleetFactory, session: aiohttp.ClientSession
 ) -> None:

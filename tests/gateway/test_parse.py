@@ -134,6 +134,7 @@ CASES: list[tuple[Any, str | None, str]] = [
     (body(n=1.5), "n", "expected an integer"),
     (body(n=True), "n", "expected an integer, got a boolean"),
     (body(temperature=3), "temperature", "at most 2"),
+    (body(repetition_penalty=0), "repetition_penalty", "at least 0.001 and at most 2"),
     (body(temperature="hot"), "temperature", "expected a number"),
     (body(top_p=-0.1), "top_p", "at least 0"),
     (body(max_tokens=0), "max_tokens", "at least 1"),
