@@ -11,11 +11,10 @@ import contextlib
 import logging
 import resource
 import time
-from collections import deque
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import orjson
@@ -56,6 +55,7 @@ from transom.messages import (
 from transom.metrics import Collector
 from transom.stage import Stage
 from transom.transport import Received, Transport
+from transom.under_way import UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +63,6 @@ _MB = 1024 * 1024
 _DESCRIPTORS = 65_536
 _SHUTDOWN = "the encoder is shutting down"
 _LOST = "the prefill worker of this request was lost: the encoder's connection to it ended"
-# Embeddings that were handed to the transport may be under way for so long, and so many items are remembered.
-_UNDER_WAY_S = 60.0
-_MAX_UNDER_WAY = 1024
-
-
-class _Sent(NamedTuple):
-    """An item whose last chunk has been handed to the transport."""
-
-    at_s: float
-    request_id: str
-    gateway: str
-    taker: str
 
 
 def _allow_descriptors() -> None:
@@ -114,7 +102,7 @@ class EncoderStage(Stage):
         self._admission = Admission(config, self._timeline)
         self._draining = False
         self._served = self._failed = self._hits = self._misses = 0
-        self._sent: deque[_Sent] = deque(maxlen=_MAX_UNDER_WAY)
+        self._under_way = UnderWay()
 
     async def start(self, transport: Transport) -> None:
         """Start the fetch workers, the decode workers and the ranks, side by side."""
@@ -247,7 +235,7 @@ class EncoderStage(Stage):
         finally:
             encoding.leave(reader)
             self._flights.stop_if_abandoned(encoding)
-        self._sent.append(_Sent(time.monotonic(), job.request_id, job.gateway, job.reply_to))
+        self._under_way.add(job.reply_to, job.request_id, job.gateway, time.monotonic())
         await self._tell_done(item, encoding, is_hit=was_complete or encoding.cache_hit)
 
     def _tell_size(self, job: EncodeJob, size: MediaSize) -> None:
@@ -307,14 +295,11 @@ class EncoderStage(Stage):
         has answered, and the gateway knows.
         """
         lost = {(job.request_id, job.gateway) for job in self._admission.cancel_of(address)}
-        oldest_s = time.monotonic() - _UNDER_WAY_S
-        lost |= {
-            (one.request_id, one.gateway)
-            for one in self._sent
-            if one.taker == address != one.gateway and one.at_s >= oldest_s
-        }
+        lost |= self._under_way.lost(address, time.monotonic())
         info = StageLostError(_LOST).info()
         for request_id, gateway in lost:
+            if gateway == address:  # it took embeddings itself
+                continue
             with contextlib.suppress(TransomError):
                 self._transport.send(
                     gateway, RequestFailed(request_id=request_id, error=info, stage=self.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -143,8 +144,10 @@ class LiveRequest:
 
     def on_failed(self, message: RequestFailed) -> None:
         """End the request with a worker's error."""
-        if message.stage == "encoder" and self._next_index > 0:
-            return  # of embeddings that it took for lost: prefill has had them all
+        # They may take for lost what they have sent. When it has been answered, it has come.
+        answers = {"encoder": 1, "prefill": 2 if self.decode else math.inf}
+        if self._next_index >= answers.get(message.stage, math.inf):
+            return
         self.fail(from_info(message.error))
 
     def on_lost(self, address: str, stage: StageName, why: str, gone: bool) -> None:

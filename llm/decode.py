@@ -16,6 +16,7 @@ from transom.errors import (
     DeadlineError,
     OverloadedError,
     ProtocolError,
+    StageLostError,
     TransomError,
     UnavailableError,
     from_info,
@@ -283,6 +284,10 @@ class DecodeStage(LlmStage):
 
     def peer_lost(self, address: str) -> None:
         for request_id, job in list(self._jobs.items()):
-            lost_prefill = job.reserve.prefill == address and not job.arrived
-            if lost_prefill or job.reserve.gateway == address:
+            if job.reserve.gateway == address:
+                self._forget(request_id)
+            elif job.reserve.prefill == address and not job.arrived:
+                # The prefill worker may live, and wait for a grant that is lost.
+                lost = StageLostError("the prefill worker of this request was lost")
+                self.report(job.reserve.gateway, request_id, lost)
                 self._forget(request_id)

@@ -51,6 +51,7 @@ from transom.messages import (
 )
 from transom.recent_ids import RecentIds
 from transom.transport import Received, Transport
+from transom.under_way import UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class PrefillStage(LlmStage):
         super().__init__(config)
         self._jobs: dict[str, _Job] = {}
         self._parked: dict[str, _Parked] = {}
+        self._under_way = UnderWay()
         self._waiting_tokens = 0
         self._held_bytes = 0
         self._hold = ""
@@ -329,9 +331,11 @@ class PrefillStage(LlmStage):
         self._update_hold()
 
     def _sent(self, request_id: str, error: TransomError | None) -> None:
+        own = self._jobs.get(request_id)
         if error is not None:
             self._fail(request_id, error)
-        else:
+        elif own is not None:
+            self._under_way.add(own.job.decode, request_id, own.job.gateway, time.monotonic())
             self._forget(request_id, "handed over")
         self._update_hold()
 
@@ -386,8 +390,11 @@ class PrefillStage(LlmStage):
             self._fail(request_id, DeadlineError("the deadline passed before the answer was complete"))
 
     def peer_lost(self, address: str) -> None:
+        lost = StageLostError("the decode worker of this request was lost")
+        for request_id, gateway in self._under_way.lost(address, time.monotonic()):
+            self.report(gateway, request_id, lost)
         for request_id, own in list(self._jobs.items()):
             if own.job.decode == address:
-                self._fail(request_id, StageLostError("the decode worker of this request was lost"))
+                self._fail(request_id, lost)
             elif own.job.gateway == address:
                 self._forget(request_id, "the gateway was lost")

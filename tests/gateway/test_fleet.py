@@ -520,19 +520,25 @@ def test_a_loss_matters_as_long_as_the_worker_holds_a_part(news: list[Any], held
         assert (request.error is not None) == (address in held)
 
 
-def test_embeddings_that_an_encoder_takes_for_lost_matter_until_prefill_has_answered() -> None:
-    error = ErrorInfo(status=502, code="stage_lost", message="the prefill worker of this request was lost")
-    failed = RequestFailed(request_id="r", error=error, stage="encoder")
+@pytest.mark.parametrize(
+    ("stage", "tokens", "decodes", "matters"),
+    [
+        ("encoder", 0, True, True), ("encoder", 1, True, False), ("encoder", 1, False, False),
+        ("prefill", 1, True, True), ("prefill", 2, True, False), ("prefill", 2, False, True),
+        ("decode", 2, True, True),
+    ],
+)  # fmt: skip
+def test_what_a_worker_takes_for_lost_matters_until_it_has_been_answered(
+    stage: str, tokens: int, decodes: bool, matters: bool
+) -> None:
+    error = ErrorInfo(status=502, code="stage_lost", message="the worker of this request was lost")
     request = encoded()
-    request.on_failed(failed)
-    with pytest.raises(StageLostError):
-        request.take()
-    request = encoded()
-    request.on_chunk(chunk(0))
-    request.on_failed(failed)
-    assert request.error is None
-    request.on_failed(msgspec.structs.replace(failed, stage="decode"))
-    assert request.error is not None
+    if not decodes:
+        request.decode = None
+    for index in range(tokens):
+        request.on_chunk(chunk(index))
+    request.on_failed(RequestFailed(request_id="r", error=error, stage=stage))
+    assert (request.error is not None) == matters
 
 
 def test_a_prefill_worker_that_decodes_too_matters_to_the_end() -> None:

@@ -365,6 +365,26 @@ async def test_a_lost_prefill_frees_its_promises(checkpoint: Path) -> None:
         await prefill.transport.close()
         await bench.until(lambda: bench.stage.load()["jobs"] == 0)
         assert bench.stage.load()["promised_bytes"] == 0
+        # It may live and wait for the grant: nobody else would tell.
+        failed = await gateway.expect(RequestFailed, "a")
+        assert (failed.error.status, failed.error.code) == (502, "stage_lost")
+
+
+async def test_kv_that_was_handed_to_a_lost_decode_worker_is_told_to_the_gateway(checkpoint: Path) -> None:
+    async with opened(prefill_stage(checkpoint)) as bench:
+        gateway, decode = await bench.peer(), await bench.peer()
+        gateway.say(job("a", gateway, decode, TextPart([1] * 9)))
+        await decode.expect(KVReserve, "a")
+        decode.say(KVGrant(request_id="a"))
+        await decode.expect(KVHandoff, "a")
+        await bench.until(lambda: bench.stage.load()["jobs"] == 0)
+        assert not gateway.has(RequestFailed, "a")
+        bench.tasks.pop().cancel()
+        bench.peers.remove(decode)
+        await decode.transport.close()
+        failed = await gateway.expect(RequestFailed, "a")
+        assert (failed.error.status, failed.error.code) == (502, "stage_lost")
+        assert failed.error.message == "the decode worker of this request was lost"
 
 
 async def test_draining_refuses_new_work_and_ends_the_old(checkpoint: Path) -> None:
