@@ -104,12 +104,16 @@ def test_only_the_api_is_published_and_on_loopback() -> None:
             assert "ports" not in service
 
 
-@pytest.mark.parametrize("name", ALL_STAGES)
+@pytest.mark.parametrize("name", [*ALL_STAGES, "keys"])
 def test_containers_have_no_rights_and_enough_shared_memory(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in service
+    if name == "keys":
+        return
+    assert service["mem_limit"] == "0"
     if not name.startswith("gateway"):
         assert service["shm_size"] == "1gb"
     devices = "deploy" in service
@@ -148,6 +152,19 @@ def _stages_of_the_image() -> list[str]:
     return re.split(r"^FROM ", re.sub(r"\\\n\s*", " ", text), flags=re.MULTILINE)[1:]
 
 
+def test_compose_passes_on_what_the_build_takes() -> None:
+    """Torch's default is the Dockerfile's; pip ignores settings that are empty."""
+    build, final = _stages_of_the_image()
+    before_pip = build[: build.index("pip install")]
+    taken = dict(re.findall(r"^ARG (\w+)(?:=\"(.*)\")?$", before_pip, flags=re.MULTILINE))
+    assert {"TORCH", "PIP_EXTRA_INDEX_URL"} <= set(taken)
+    assert build.count("\nARG ") == len(taken)
+    assert "ARG" not in final.split()
+    for service in SERVICES.values():
+        assert service["image"] == "transom"
+        assert service["build"] == {"context": ".", "args": taken}
+
+
 def test_cpu_kernels_are_compiled_into_the_image() -> None:
     """Containers have a read-only root: what a start would compile must be there, and no compiler is."""
     build, final = _stages_of_the_image()
@@ -160,6 +177,17 @@ def test_cpu_kernels_are_compiled_into_the_image() -> None:
     assert "COPY --from=build /opt/transom /opt/transom" in final
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert str(native_build.PREBUILT.relative_to(ROOT)) in ignored
+
+
+def test_triton_finds_a_c_compiler_and_a_folder_that_it_may_write_to() -> None:
+    """On a GPU it compiles at the first use; of the home folder only the volume can be written to."""
+    _, final = _stages_of_the_image()
+    (install,) = (line for line in final.splitlines() if "apt-get install" in line)
+    assert {"gcc", "libc6-dev", "libpython3-dev"} <= set(install.split())
+    folder = re.search(r"\bTRITON_HOME=(\S+)", final)
+    assert folder is not None
+    for name in STAGE_SERVICES["gpu"]:
+        assert folder.group(1) in {volume.split(":")[1] for volume in SERVICES[name]["volumes"]}
 
 
 @pytest.mark.parametrize("name", [*ALL_STAGES, "keys"])
