@@ -88,28 +88,29 @@ async def test_a_stage_tells_how_often_its_connection_to_the_asker_broke(tiny_st
         await asyncio.gather(copy(reader, inner[1]), copy(inner[0], writer))
         between.discard(writer)
 
+    async def ask(inbox: str, breaks: int) -> None:
+        """Ask until this is the answer; those that are given before the break is noticed get lost."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                asker.send(inbox, Ping(reply_to=asker.address, nonce=breaks))
+                with contextlib.suppress(TimeoutError):
+                    message = (await asyncio.wait_for(asker.recv(), 0.2)).message
+                    assert isinstance(message, Pong)
+                    if message.breaks == breaks:
+                        return
+
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     inbox_port = int((await asker.start()).rpartition(":")[2])
     asker.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with running(tiny_stage) as (_, line):
-
-        async def ask(breaks: int) -> None:
-            """Ask until this is the answer; those that are given before the break is noticed get lost."""
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    asker.send(line["inbox"], Ping(reply_to=asker.address, nonce=breaks))
-                    with contextlib.suppress(TimeoutError):
-                        message = (await asyncio.wait_for(asker.recv(), 0.2)).message
-                        assert isinstance(message, Pong)
-                        if message.breaks == breaks:
-                            return
-
-        for breaks in range(3):
-            await ask(breaks)
-            for writer in list(between):
-                writer.transport.abort()
-    server.close()
-    await asker.close()
+    try:
+        async with running(tiny_stage) as (_, line):
+            for breaks in range(3):
+                await ask(line["inbox"], breaks)
+                for writer in list(between):
+                    writer.transport.abort()
+    finally:
+        server.close()
+        await asker.close()
 
 
 async def test_sigterm_drains_and_is_unready_meanwhile(
