@@ -309,7 +309,7 @@ class PrefixCache:
     def _entry(self, request: Request) -> _Entry:
         entry = self._entries.get(request)
         if entry is None:
-            namespace = namespace_of(self._model, cache_salt=request.cache_salt)
+            namespace = namespace_of(self._model, request.cache_salt)
             entry = self._entries[request] = _Entry(namespace)
         return entry
 

@@ -47,9 +47,13 @@ class Key:
         return Key(self.raw + _token_bytes(token_ids), self.namespace)
 
 
-def namespace_of(model: str, lora: str = "", cache_salt: str = "") -> str:
-    """Return the namespace of everything that changes KV without changing tokens, or keeps tenants apart."""
-    return framed_digest(model.encode(), lora.encode(), cache_salt.encode(), person=b"radix-namespace")
+def namespace_of(model: str, cache_salt: str = "") -> str:
+    """Return the namespace of everything that changes KV without changing tokens, or keeps tenants apart.
+
+    `model` names the weights that compute the KV. LoRA adapters are not served; weights with an adapter
+    would be a model of their own here, told apart by a name of their own.
+    """
+    return framed_digest(model.encode(), cache_salt.encode(), person=b"radix-namespace")
 
 
 def build_key(
