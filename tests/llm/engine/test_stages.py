@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
@@ -347,6 +349,40 @@ async def test_metrics_tell_pools_and_hits_by_tier(gateway: Gateway, workers: tu
             assert f"transom_{stage}_pool_used_slots{label} 0.0" in text
         hits = f'transom_{stage}_cache_hit_tokens_total{{tier="device"}}'
         assert (f"{hits} {load.get('cache_hit_tokens', 0.0)}" in text) == (stage == "prefill")
+
+
+async def test_health_answers_while_long_prompts_run_and_their_kv_moves(checkpoint: Path) -> None:
+    """Four prompts, three long steps each: what waited for a step or a hand-over would take its time."""
+    flags = ("--kv-memory-gb", "0.1", "--page-size", "16", "--max-batch-tokens", "1152")
+    workers = [Worker(stage, checkpoint, *flags) for stage in ("prefill", "decode")]
+    try:
+        prefill, decode = (worker.ready for worker in workers)
+        async with connected(prefill["inbox"], decode["inbox"]) as gateway, aiohttp.ClientSession() as http:
+
+            async def ask(ready: dict[str, str]) -> float:
+                begin = time.monotonic()
+                async with http.get(f"{ready['http']}/health") as response:
+                    assert (await response.json())["status"] == "ok"
+                await gateway.load(ready["inbox"])
+                return time.monotonic() - begin
+
+            names = [f"long-{n}" for n in range(4)]
+            for n, name in enumerate(names):
+                gateway.job(name, TextPart(prompt_of(3000, seed=n)), max_tokens=16)
+            busy: list[list[float]] = [[], []]
+            while not gateway.ended.keys() >= set(names):
+                for answers, ready in zip(busy, (prefill, decode), strict=True):
+                    answers.append(await ask(ready))
+            assert not gateway.failures
+            assert all(len(gateway.tokens[name]) == 16 for name in names)
+            await gateway.until_empty()
+            # On a machine that has others' work to do too, a worker without work is not quick either.
+            for answers, ready in zip(busy, (prefill, decode), strict=True):
+                idle_s = [await ask(ready) for _ in range(20)]
+                assert statistics.median(answers) < max(0.1, 20 * statistics.median(idle_s))
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 async def test_faulty_media_fails_alone(
