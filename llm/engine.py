@@ -41,6 +41,7 @@ from transom.llm.runner import ModelRunner, Step, pages_of
 from transom.llm.sampler import Draw
 from transom.llm.scheduler import Limits, Order, Plan, plan_step
 from transom.llm.views import look
+from transom.llm.waits import count_waits
 from transom.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Engine:
     ) -> None:
         self.context_len = min(limits.context_len, pools.full_pages.capacity * pools.page_size)
         self.waiting_reason = ""  # why the next request in line is not running; "" when none waits
+        self._waits = count_waits(0, 0, 0, None)
         self._hold = ""
         self._intake = Intake(model.config, pools.device, self.context_len)
         self._eos_ids = model.config.eos_token_ids
@@ -185,6 +187,7 @@ class Engine:
         return {
             "running_requests": running,
             "waiting_requests": max(requests - running, 0),
+            **self._waits,
             **self._meter.figures(),
             **self._holdings.figures(),
             **self._runner.figures(),
@@ -283,8 +286,9 @@ class Engine:
 
     def _plan(self) -> Plan:
         if not self._requests:
-            self.waiting_reason = ""
-            return Plan((), (), {}, "", {})
+            nothing = Plan((), (), {}, None, {})
+            self._note_waits(nothing)
+            return nothing
         now = self._clock()
         most = self._policy_limits.running_requests
         plan = plan_step(
@@ -297,10 +301,18 @@ class Engine:
         )
         if self._cache is not None:
             self._cache.follow(plan.follows, self._requests)
+        self._note_waits(plan)
+        return plan
+
+    def _note_waits(self, plan: Plan) -> None:
+        """Keep for `load` why those wait that the plan does not admit."""
+        waiting = [r for r in self._requests.values() if r.request_id not in self._running]
+        unready = sum(not r.ready_len for r in waiting)
+        following = sum(name not in self._running for name in plan.follows)
+        self._waits = count_waits(len(waiting) - len(plan.admit), unready, following, plan.waiting)
         if plan.waiting_reason != self.waiting_reason:
             self.waiting_reason = plan.waiting_reason
             logger.debug("waiting: %s", plan.waiting_reason or "nobody")
-        return plan
 
     def _admit(self, request: Request) -> None:
         starts = request.host_kv is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from transom.llm.waits import Wait, WaitReason
+
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
@@ -82,8 +84,13 @@ class Plan:
     retract: tuple[str, ...]
     admit: tuple[str, ...]
     steps: dict[str, int]
-    waiting_reason: str  # why the next request in line is not admitted; "" when none waits
+    waiting: Wait | None  # why the next request in line is not admitted; None when none waits
     follows: dict[str, Follow]
+
+    @property
+    def waiting_reason(self) -> str:
+        """`waiting` in words; "" when none waits."""
+        return self.waiting.text if self.waiting else ""
 
 
 Order = Callable[[Sequence[RequestView], float], list[RequestView]]
@@ -110,11 +117,11 @@ def plan_step(
     if line and not hold:
         step.make_way(line[0])
     step.decode()
-    reason = hold
+    wait = Wait(WaitReason.HOST_MEMORY, hold) if hold else None
     if step.ran_out:
-        reason = reason or f"pages ran out: {len(step.retracted)} requests were retracted"
+        wait = wait or Wait(step.short_of, f"pages ran out: {len(step.retracted)} requests were retracted")
     prompts = [v for v in step.alive if not v.decoding and v.ready_len > 0]
-    reason = step.walk(order([*prompts, *line], now_s), reason)
+    wait = step.walk(order([*prompts, *line], now_s), wait)
     if not step.tokens and prompts:
         step.free_the_first(prompts)
     elif not step.tokens and line and step.alive and not hold and not step.retracted:
@@ -124,7 +131,7 @@ def plan_step(
         tuple(step.retracted),
         tuple(step.admitted),
         step.tokens,
-        reason if len(step.admitted) < len(line) else "",
+        wait if len(step.admitted) < len(line) else None,
         step.follows,
     )
 
@@ -143,19 +150,22 @@ class _Step:
         self.admitted: list[str] = []
         self.follows: dict[str, Follow] = {}
         self.ran_out = False
+        self.short_of = WaitReason.FULL_POOL  # the pool for which requests were retracted
         self._computing: dict[str, RequestView] = {}  # prompts that advance in this step
 
     def make_way(self, view: RequestView) -> None:
         """Retract requests of lower priority, the last in order first, if that lets `view` in."""
         self.claimed = sum(self._claim(v) for v in self.alive)
         lower = [v for v in self.alive if v.priority < view.priority]
-        if not lower or not self._lacks(view):
+        lack = self._lacks(view)
+        if not lower or lack is None:
             return
         full, swa, alive, retracted = self.full, self.swa, list(self.alive), list(self.retracted)
         for victim in reversed(lower):
             self._retract(victim)
             self.claimed -= self._claim(victim)
-            if not self._lacks(view):
+            if self._lacks(view) is None:
+                self.short_of = lack.reason
                 return
         self.full, self.swa, self.alive, self.retracted = full, swa, alive, retracted
 
@@ -164,33 +174,34 @@ class _Step:
         for view in [v for v in self.alive if v.decoding and v.ready_len > 0]:
             if not self._room:
                 return
-            while view in self.alive and not self._fits(view, 1):
+            while view in self.alive and (short_of := self._short_of(view, 1)):
                 self._retract(next(v for v in reversed(self.alive) if v.request_id not in self.tokens))
-                self.ran_out = True
+                self.ran_out, self.short_of = True, short_of
             if view in self.alive:
                 self._take(view, 1)
 
-    def walk(self, prompts: Sequence[RequestView], reason: str) -> str:
+    def walk(self, prompts: Sequence[RequestView], wait: Wait | None) -> Wait | None:
         """Spend the rest of the budget on prompts in order, admitting those in line until one does not fit.
 
-        `reason` is why nobody may be admitted; return why one was not.
+        `wait` is why nobody may be admitted; return why one was not.
         """
         # Running prompts keep a claim on the pages they still need, and each decoding request on one more:
         # otherwise what is admitted now is retracted soon after.
         self.claimed = sum(self._claim(v) for v in self.alive)
         running = {view.request_id for view in self.alive}
-        followed = ""
+        followed: Wait | None = None
         for view in prompts:
             if (follow := self._leader_of(view)) is not None:
                 self.follows[view.request_id] = follow
-                followed = followed or f"{follow.leader} is computing {follow.tokens} tokens that it shares"
+                text = f"{follow.leader} is computing {follow.tokens} tokens that it shares"
+                followed = followed or Wait(WaitReason.SHARED_PROMPT, text)
             elif view.request_id not in running:
-                reason = reason or self._admit(view)
+                wait = wait or self._admit(view)
             elif self._room:
                 count = self._affordable(view)
                 self.claimed -= self._need(view, count)[0] if count else 0
                 self._compute(view, count)
-        return reason or followed
+        return wait or followed
 
     def free_the_first(self, prompts: Sequence[RequestView]) -> None:
         """All pages are held by prompts that can't go on: the first one gets those of the last ones."""
@@ -217,16 +228,18 @@ class _Step:
                 return Follow(other, tokens)
         return None
 
-    def _admit(self, view: RequestView) -> str:
+    def _admit(self, view: RequestView) -> Wait | None:
         """Take a request into the step; return why not."""
-        if len(self.tokens) >= self.limits.running_requests:
-            return f"{len(self.tokens)} of {self.limits.running_requests} requests are running"
+        running, most = len(self.tokens), self.limits.running_requests
+        if running >= most:
+            return Wait(WaitReason.RUNNING_REQUESTS, f"{running} of {most} requests are running")
         if self._allowance(view) <= 0:
-            return f"the step's {self.limits.batch_tokens} tokens are spent"
+            return Wait(WaitReason.BATCH_TOKENS, f"the step's {self.limits.batch_tokens} tokens are spent")
         if self.retracted and view.shared_pages:
             # Those may have kept its cached pages in use, which would count as free now, and as its own.
-            return f"{len(self.retracted)} requests were retracted that may have shared its pages"
-        if lack := self._lacks(view):
+            text = f"{len(self.retracted)} requests were retracted that may have shared its pages"
+            return Wait(self.short_of, text)
+        if (lack := self._lacks(view)) is not None:
             return lack
         wanted = self._wanted(view)
         self._occupy(view, 1)
@@ -234,22 +247,23 @@ class _Step:
         self.claimed += wanted - self._need(view, count)[0] + int(view.decoding)
         self.admitted.append(view.request_id)
         self._compute(view, count)
-        return ""
+        return None
 
-    def _lacks(self, view: RequestView) -> str:
-        """Say which pages a waiting request would need and can't have; "" when it fits."""
+    def _lacks(self, view: RequestView) -> Wait | None:
+        """Say which pages a waiting request would need and can't have; None when it fits."""
         claimed = self.claimed if self.alive or self.admitted else 0
         spare = self.full - claimed - view.full_pages
         wanted = self._wanted(view)
         if wanted > spare:
-            return f"full pool: {wanted} pages wanted, {max(spare, 0)} spare"
+            return Wait(WaitReason.FULL_POOL, f"full pool: {wanted} pages wanted, {max(spare, 0)} spare")
         self._occupy(view, 1)
         count = self._first_count(view)
-        fits = count > 0 and self._fits(view, count)
+        fits = count > 0 and self._short_of(view, count) is None
         self._occupy(view, -1)
         if fits:
-            return ""
-        return f"SWA pool: {self._need(view, 1)[1] + view.swa_pages} pages wanted, {self.swa} free"
+            return None
+        swa = self._need(view, 1)[1] + view.swa_pages
+        return Wait(WaitReason.SWA_POOL, f"SWA pool: {swa} pages wanted, {self.swa} free")
 
     def _wanted(self, view: RequestView) -> int:
         return self._pages(max(view.known_len, view.stored_len + 1)) - view.table_pages
@@ -285,9 +299,12 @@ class _Step:
         taken = self.tokens.get(view.request_id, 0)
         return self._pages(view.known_len) - max(view.table_pages, self._pages(view.stored_len + taken))
 
-    def _fits(self, view: RequestView, count: int) -> bool:
+    def _short_of(self, view: RequestView, count: int) -> WaitReason | None:
+        """Return the pool that lacks the pages for `count` further tokens; None when both have them."""
         full, swa = self._need(view, count)
-        return full <= self.full and swa <= self.swa
+        if full > self.full:
+            return WaitReason.FULL_POOL
+        return WaitReason.SWA_POOL if swa > self.swa else None
 
     def _affordable(self, view: RequestView) -> int:
         """Return how many of the request's ready tokens budget and free pages allow."""

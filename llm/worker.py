@@ -23,6 +23,7 @@ from transom.llm.build import build_engine, pick_kv_dtype
 from transom.llm.config import LlmConfig
 from transom.llm.constraint import Constraint
 from transom.llm.request import Event, TokenEvent
+from transom.llm.waits import WAIT_FIGURES
 from transom.messages import Grammar, Message, PromptStats, RequestFailed, Sampling, TokenChunk
 from transom.metrics import Labelled
 from transom.recent_ids import RecentIds
@@ -62,6 +63,7 @@ class LlmStage(Stage):
         "swa_used_slots": Labelled("pool_used_slots", {"tier": "device", "pool": "swa"}),
         "swa_total_slots": Labelled("pool_total_slots", {"tier": "device", "pool": "swa"}),
         "cache_hit_tokens": Labelled("cache_hit_tokens", {"tier": "device"}),
+        **{key: Labelled("waiting", {"reason": reason.value}) for key, reason in WAIT_FIGURES.items()},
     }
 
     def __init__(self, config: LlmConfig) -> None:

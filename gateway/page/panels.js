@@ -106,6 +106,23 @@ function age(worker) {
   return worker.age_s < OLD_S ? "" : `told ${count(Math.round(worker.age_s))} s ago`;
 }
 
+// What requests wait for, by the figure that counts them.
+const WAITS = {
+  waiting_full_pool: "for the full pool",
+  waiting_swa_pool: "for the window pool",
+  waiting_batch_tokens: "for their turn",
+  waiting_running_requests: "for one of those that run to end",
+  waiting_shared_prompt: "for another with the same start",
+  waiting_host_memory: "for decode to take KV",
+  waiting_embeddings: "for embeddings",
+};
+
+function waits(load) {
+  const reasons = Object.keys(WAITS).filter((key) => load[key]);
+  const parts = reasons.map((key) => `${count(load[key])} ${WAITS[key]}`);
+  return `${count(load.waiting_requests)} waiting` + (parts.length ? ` (${parts.join(", ")})` : "");
+}
+
 function workerFigures(stage, worker) {
   const load = worker.load;
   const nodes = [];
@@ -116,7 +133,7 @@ function workerFigures(stage, worker) {
     if (looked) nodes.push(meter("cache hits", load.cache_hits / looked));
   } else {
     if (load.running_requests) facts.push(`${count(load.running_requests)} running`);
-    if (load.waiting_requests) facts.push(`${count(load.waiting_requests)} waiting`);
+    if (load.waiting_requests) facts.push(waits(load));
     if (load.full_total_slots) nodes.push(meter("full pool", load.full_used_slots / load.full_total_slots));
     if (load.swa_total_slots) nodes.push(meter("window pool", load.swa_used_slots / load.swa_total_slots));
   }

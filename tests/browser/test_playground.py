@@ -144,6 +144,9 @@ async def test_the_fleet_is_shown_and_followed(page: Page, fleet: ScriptedFleet)
     fleet.prefills[0].load = {"full_used_slots": 25.0, "full_total_slots": 100.0, "running_requests": 2.0}
     await page.until("document.querySelector('#fleet').innerText.includes('25%')")
     assert "2 running" in await page.text("#fleet")
+    fleet.prefills[0].load = {"waiting_requests": 3.0, "waiting_swa_pool": 2.0, "waiting_embeddings": 1.0}
+    wait = "3 waiting (2 for the window pool, 1 for embeddings)"
+    await page.until(f"document.querySelector('#fleet').innerText.includes('{wait}')")
     fleet.encoders[0].ready = False
     await page.until("document.querySelector('#readiness').innerText.includes('no ready encoder')")
     assert "not ready" in await page.text(".worker.lost")

@@ -17,6 +17,7 @@ from transom.errors import ConfigError
 from transom.llm.policies import POLICIES, fewest_uncached_first, first_come_first_served, make_order
 from transom.llm.scheduler import Follow, FreePages, Limits, Order, Plan, RequestView
 from transom.llm.scheduler import plan_step as plan_step_in_order
+from transom.llm.waits import Wait, WaitReason
 
 PAGE_SIZE, WINDOW = 4, 9
 
@@ -189,21 +190,44 @@ LIMITS = Limits(16, 4, PAGE_SIZE, WINDOW)
 
 
 @pytest.mark.parametrize(
-    ("free", "limits", "hold", "reason"),
+    ("free", "limits", "hold", "wait"),
     [
-        (FreePages(2, 9), LIMITS, "", "full pool: 3 pages wanted, 1 spare"),
-        (FreePages(9, 0), LIMITS, "", "SWA pool: 1 pages wanted, 0 free"),
-        (FreePages(9, 9), Limits(16, 1, PAGE_SIZE, WINDOW), "", "1 of 1 requests are running"),
-        (FreePages(9, 9), Limits(1, 4, PAGE_SIZE, WINDOW), "", "the step's 1 tokens are spent"),
-        (FreePages(9, 9), LIMITS, "host memory", "host memory"),
-        (FreePages(9, 9), LIMITS, "", ""),
+        (FreePages(2, 9), LIMITS, "", Wait(WaitReason.FULL_POOL, "full pool: 3 pages wanted, 1 spare")),
+        (FreePages(9, 0), LIMITS, "", Wait(WaitReason.SWA_POOL, "SWA pool: 1 pages wanted, 0 free")),
+        (
+            FreePages(9, 9),
+            Limits(16, 1, PAGE_SIZE, WINDOW),
+            "",
+            Wait(WaitReason.RUNNING_REQUESTS, "1 of 1 requests are running"),
+        ),
+        (
+            FreePages(9, 9),
+            Limits(1, 4, PAGE_SIZE, WINDOW),
+            "",
+            Wait(WaitReason.BATCH_TOKENS, "the step's 1 tokens are spent"),
+        ),
+        (FreePages(9, 9), LIMITS, "host memory", Wait(WaitReason.HOST_MEMORY, "host memory")),
+        (FreePages(9, 9), LIMITS, "", None),
     ],
 )
-def test_the_reason_to_wait_is_told(free: FreePages, limits: Limits, hold: str, reason: str) -> None:
+def test_the_reason_to_wait_is_told(free: FreePages, limits: Limits, hold: str, wait: Wait | None) -> None:
     busy = view("busy", stored_len=4, known_len=5, ready_len=1, decoding=True, full_pages=2, swa_pages=2)
     plan = plan_step([busy], [view("next", arrived_s=1.0)], free, limits, now_s=2.0, hold=hold)
-    assert plan.waiting_reason == reason
-    assert plan.admit == (() if reason else ("next",))
+    assert plan.waiting == wait
+    assert plan.waiting_reason == (wait.text if wait else "")
+    assert plan.admit == (() if wait else ("next",))
+
+
+@pytest.mark.parametrize(
+    ("free", "reason"), [(FreePages(0, 1), WaitReason.FULL_POOL), (FreePages(1, 0), WaitReason.SWA_POOL)]
+)
+def test_the_pool_that_ran_out_is_told(free: FreePages, reason: WaitReason) -> None:
+    """Two answers need a page each for their next token: one makes way, which keeps the next waiting."""
+    fields = {"stored_len": 4, "known_len": 5, "ready_len": 1, "decoding": True}
+    running = [view(name, full_pages=1, swa_pages=1, **fields) for name in ("first", "last")]
+    plan = plan_step(running, [view("next", arrived_s=1.0)], free, LIMITS, now_s=2.0)
+    assert (plan.retract, plan.admit) == (("last",), ())
+    assert plan.waiting == Wait(reason, "pages ran out: 1 requests were retracted")
 
 
 def test_the_last_tokens_of_a_prompt_cost_no_step_of_their_own() -> None:
@@ -367,7 +391,9 @@ def test_pages_shared_with_whoever_made_way_are_not_counted_twice() -> None:
     order = make_order("fcfs", lambda: 1.0)
     plan = plan_step([low], [urgent], FreePages(2, 1), limits, now_s=1.0, order=order)
     assert (plan.retract, plan.admit, plan.steps) == (("low",), (), {})
-    assert "shared its pages" in plan.waiting_reason
+    assert plan.waiting == Wait(
+        WaitReason.FULL_POOL, "1 requests were retracted that may have shared its pages"
+    )
     alone = replace(urgent, full_pages=6, swa_pages=3, shared_pages=0)
     plan = plan_step([], [alone], FreePages(14, 7), limits, now_s=1.0, order=order)
     assert (plan.admit, plan.steps) == (("urgent",), {"urgent": 8})
@@ -382,7 +408,7 @@ def test_prompts_that_begin_alike_follow_the_first() -> None:
     # What is shared with the third one is less than a window: it would wait longer than it saves.
     assert plan.steps == {"first": 40, "other": 10}
     assert plan.follows == {"second": Follow("first", 20)}
-    assert plan.waiting_reason == "first is computing 20 tokens that it shares"
+    assert plan.waiting == Wait(WaitReason.SHARED_PROMPT, "first is computing 20 tokens that it shares")
     parked = replace(first, ready_len=0, stored_len=5, full_pages=2, swa_pages=2)
     assert plan_step([parked], [second], FreePages(99, 99), wide, now_s=3.0).steps == {"second": 30}
 

@@ -205,6 +205,7 @@ async def test_prefill_waits_while_too_much_kv_waits_for_decode(checkpoint: Path
         gateway.say(job("next", gateway, decode, TextPart([1] * 5)))
         await bench.until(lambda: bench.stage.load()["waiting_requests"] == 1)
         await bench.until(lambda: "host memory" in bench.stage.engine.waiting_reason)
+        await bench.until(lambda: bench.stage.load()["waiting_host_memory"] == 1)
         assert not gateway.has(TokenChunk, "next")
         assert (await decode.expect(KVReserve, "big")).prompt_len == 7000
         decode.say(KVGrant(request_id="big"))
@@ -213,6 +214,7 @@ async def test_prefill_waits_while_too_much_kv_waits_for_decode(checkpoint: Path
         assert 8 <= handoff.swa_len <= 8 + 2 * 4  # two pages more, for the answer's way back
         await gateway.expect(TokenChunk, "next")
         await bench.until(lambda: bench.stage.load()["full_used_slots"] == 0)  # tokens go out first
+        await bench.until(lambda: bench.stage.load()["waiting_host_memory"] == 0)
 
 
 async def test_a_grant_before_the_first_token(checkpoint: Path) -> None:
