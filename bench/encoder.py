@@ -28,7 +28,7 @@ EXAMPLES = (
     "transom bench encoder --compare --out bench/results/encoder.jsonl",
 )
 KINDS = ("image", "audio", "video")
-COMPARED = ("write-up", "cache", "tower", "video", "placement")
+COMPARED = ("write-up", "cache", "tower", "video", "placement", "fleet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +167,13 @@ def new_bank(args: argparse.Namespace) -> PictureBank:
     )
 
 
+def device_of(args: argparse.Namespace) -> str:
+    """Return how rows name what computed: a server of others doesn't tell."""
+    from transom.bench.encoder_targets import own_device
+
+    return f"of {args.url}" if args.url else own_device(own_flags(args.flag))
+
+
 def run(args: argparse.Namespace) -> int:
     check(args)
     if args.compare:
@@ -175,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
         return encoder_compare.run(args)
     rows, summary = asyncio.run(_measure(args))
     if args.out:
-        append_rows(args.out, [origin("encoder") | row for row in rows])
+        append_rows(args.out, [origin("encoder", device_of(args)) | row for row in rows])
     if args.plot:
         from transom.bench.encoder_plot import plot_run
 

@@ -1,4 +1,4 @@
-"""`transom bench encoder --compare`: the sequential encoder against ours, cache, tower, video and placement.
+"""`transom bench encoder --compare`: the sequential encoder against ours, cache, tower, video, placement.
 
 Runs in the benchmark's process. All candidates of a table run side by side and take turns in every round,
 so that a busy machine slows them alike; figures are medians over the rounds.
@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.table import Table
 
-from transom.bench import placement, video
+from transom.bench import placement, placement_live, video
 from transom.bench.encoder import new_bank, own_flags, parse_mix
 from transom.bench.encoder_load import Load, Row, draw_items, drive, summarise
 from transom.bench.encoder_media import ItemMaker, MediaHost, PictureBank
-from transom.bench.encoder_targets import ChatTarget, OwnProcess, Target, WireTarget, read_usage
+from transom.bench.encoder_targets import ChatTarget, OwnProcess, Target, WireTarget, own_device, read_usage
 from transom.bench.origin import origin
 from transom.bench.report import append_rows, progress_bar
 from transom.bench.tower import MEDIUM, write_checkpoint
@@ -54,7 +54,7 @@ class _Rig:
         self._args = args
         self._stack = stack
         self._host = host
-        self._origin = origin("encoder")
+        self._origin = origin("encoder", own_device(own_flags(args.flag)))
         self._seed = args.seed * 1_000_000
         self.rows: list[Row] = []
 
@@ -139,6 +139,12 @@ async def _compare(
         placing = _settings(placement, args)
         rows = [placement.about(placing) | row for row in placement.measure(placing)]
         finish(rows, {"table": "placement", "rows": rows}, placement.tables(placing, rows))
+    if "fleet" not in args.skip:
+        own = [part for flag in args.flag for part in ("--flag", flag)]
+        sizes = ("--live-requests", str(2 * args.items), "--rounds", str(args.rounds))
+        rows = await placement.measure_live(_settings(placement, args, "--live", "3", *sizes, *own))
+        medians = placement_live.summarise_rounds(rows)
+        finish(rows, {"table": "fleet", "rows": medians}, placement_live.tables(rows))
 
 
 def _settings(module: ModuleType, args: argparse.Namespace, *flags: str) -> argparse.Namespace:

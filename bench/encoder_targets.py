@@ -5,6 +5,7 @@ Runs in the benchmark's process, standing for gateway and prefill in one. Knows 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import tempfile
@@ -21,11 +22,13 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from transom.bench.encoder_media import Item
+from transom.bench.origin import device_name
 from transom.bench.processes import Child
 from transom.client import inline_part, why
 from transom.commands.base import base_url
-from transom.config import client_api_key
+from transom.config import add_flags, client_api_key, config_from_args
 from transom.curve import FleetKey
+from transom.encoder.config import EncoderConfig
 from transom.errors import TransomError, UnavailableError
 from transom.messages import EmbeddingChunk, EncodeDone, EncodeJob, Ping, Pong, RequestFailed
 from transom.transport import Transport
@@ -286,6 +289,16 @@ def _settings(model: str) -> list[str]:
     return [
         "--model", model, "--allow-private-addresses", "--fetch-ports", "0", "--embedding-cache-scope", scope,
     ]  # fmt: skip
+
+
+def own_device(flags: Sequence[str]) -> str:
+    """Return how rows name the device of an own encoder with these command-line flags.
+
+    What it computes on can also be set by the environment, as any setting.
+    """
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EncoderConfig)
+    return device_name(config_from_args(EncoderConfig, "encoder", parser.parse_args(flags)).device)
 
 
 async def read_usage(process: OwnProcess | None, metrics_url: str) -> Usage | None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from transom.bench.origin import origin
+from transom.bench.origin import device_name, origin
 from transom.bench.report import append_rows
 from transom.bench.tiny_model import write_checkpoint
 from transom.commands.base import make_console, write_json
@@ -277,7 +277,7 @@ def _report(
     args: argparse.Namespace, page_size: int, rows: list[dict[str, float]], profile: Profile
 ) -> dict[str, Any]:
     medians = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-    return origin("engine", _device(args.device)) | {
+    return origin("engine", device_name(args.device)) | {
         "torch": torch.__version__,
         **{
             name: getattr(args, name)
@@ -316,9 +316,3 @@ def _show(reports: list[dict[str, Any]], profile: Profile, repeats: int) -> None
             calls = profile.calls[name] // repeats
             parts.add_row(name, f"{seconds / repeats:.3f}", f"{seconds / total:.1%}", f"{calls:,}")
         console.print(parts)
-
-
-def _device(name: str) -> str:
-    if name == "cpu" or not torch.cuda.is_available():
-        return ""
-    return torch.cuda.get_device_name(0)

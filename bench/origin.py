@@ -27,3 +27,15 @@ def origin(benchmark: str, device: str = "") -> dict[str, str]:
         "python": platform.python_version(),
         "device": device or f"cpu {platform.machine()}",
     }
+
+
+def device_name(setting: str) -> str:
+    """Return how rows name what a `device` setting means on this machine; nothing for its CPU."""
+    if setting == "cpu":
+        return ""
+    import torch  # late: most benchmarks need none
+
+    if setting == "auto" and not torch.cuda.is_available():
+        return ""
+    name = "cuda" if setting == "auto" else setting
+    return torch.cuda.get_device_name(name) if name.startswith("cuda") and torch.cuda.is_available() else name

@@ -2,17 +2,19 @@
 
 A simulation with the gateway's own ring and bound; no server needed and no clock read: one run gives the
 same figures on every machine. Encoders have a cache each, encode one item at a time and join equal items.
+`--live N` measures polling and ring on N real encoders each (placement_live.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import bisect
 import heapq
 import itertools
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,7 +32,7 @@ from transom.hash_ring import HashRing, pick
 EXAMPLES = (
     "transom bench placement",
     "transom bench placement --encoders 8 --requests 50000 --json",
-    "transom bench placement --out bench/results/placement.jsonl",
+    "transom bench placement --live 3 --out bench/results/placement.jsonl",
 )
 POLICIES = ("polling", "least loaded", "ring", "ring, bound 1.25")
 SCENARIOS = ("repeated media", "one hot item", "an encoder is lost", "an encoder joins")
@@ -57,26 +59,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = f"{text} (default %(default)s)"
         parser.add_argument(flag, type=float, default=number, metavar="X", help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this JSONL file")
+    add_live_arguments(parser)
+
+
+def add_live_arguments(parser: argparse.ArgumentParser) -> None:
+    live = parser.add_argument_group("measured, beside the simulation; seed and skew are its own")
+    for flag, default, text in (
+        ("--live", 0, "real encoders that each of polling and ring has; 0: nothing is measured"),
+        ("--live-requests", 240, "pictures that a round sends"),
+        ("--live-items", 120, "different pictures"),
+        ("--live-cache-mb", 4, "each encoder's cache; it has to hold fewer than all pictures"),
+        ("--live-concurrency", 8, "pictures under way at a time"),
+        ("--rounds", 5, "in each of which both take a turn"),
+    ):
+        text = f"{text} (default %(default)s)"
+        live.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    live.add_argument(
+        "--live-image", default="224x224", metavar="WxH", help="size of the pictures (default %(default)s)"
+    )
+    live.add_argument(
+        "--model", default="", metavar="MODEL", help="(default: a tower of 4 layers of 256, random weights)"
+    )
+    live.add_argument(
+        "--flag", action="append", default=[], metavar="NAME=VALUE",
+        help="setting of the real encoders, e.g. threads=2 (repeatable)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     for name, low in (("encoders", 2), ("requests", 1), ("items", 1), ("cached", 1), ("encode_ms", 0.001),
-                      ("hit_ms", 0.001), ("utilisation", 0.001), ("skew", 0.0)):  # fmt: skip
+                      ("hit_ms", 0.001), ("utilisation", 0.001), ("skew", 0.0), ("live_requests", 1),
+                      ("live_items", 1), ("live_cache_mb", 1), ("live_concurrency", 1),
+                      ("rounds", 1)):  # fmt: skip
         if getattr(args, name) < low:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
+    if args.live < 0 or args.live == 1:
+        raise ConfigError(f"--live {args.live}: must be 0 or at least 2")
     rows = measure(args)
     moved = moved_keys(args.encoders)
     facts = about(args)
+    measured = asyncio.run(measure_live(args)) if args.live else []
     if args.out is not None:
-        append_rows(args.out, [facts | row for row in rows])
+        append_rows(args.out, [*(facts | row for row in rows), *measured])
     if args.json:
-        write_json(facts | {"rows": rows, "moved_keys": moved})
+        write_json(facts | {"rows": rows, "moved_keys": moved, "live": measured})
     else:
         console = make_console()
         for part in tables(args, rows):
             console.print(part)
         console.print("keys that move: " + "; ".join(f"{name} {100 * v:.1f} %" for name, v in moved.items()))
+        if measured:
+            from transom.bench import placement_live
+
+            for part in placement_live.tables(measured):
+                console.print(part)
     return 0
+
+
+async def measure_live(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row a round and policy of `args.live` real encoders each."""
+    # Imported late: the simulation needs no encoder.
+    from transom.bench import placement_live
+
+    names = [f"encoder-{number}" for number in range(args.live)]
+    policies = (placement_live.POLLING, placement_live.RING)
+    return await placement_live.measure(args, {policy: placer(policy, names) for policy in policies})
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,13 +181,13 @@ def _arrivals(args: argparse.Namespace, scenario: str) -> Iterator[tuple[float, 
         yield now_s, "hot" if hot else f"item-{number}"
 
 
-def _placer(policy: str, names: list[str]) -> Callable[[str, dict[str, float]], str]:
+def placer(policy: str, names: list[str]) -> Callable[[str, Mapping[str, float]], str]:
     """Return what a gateway would do: item and loads of the living encoders -> encoder."""
     turn = itertools.count()
     ring = HashRing(names)
     order = cache(ring.order)
 
-    def place(item: str, load: dict[str, float]) -> str:
+    def place(item: str, load: Mapping[str, float]) -> str:
         if policy == "polling":
             return list(load)[next(turn) % len(load)]
         if policy == "least loaded":
@@ -157,7 +204,7 @@ def _placer(policy: str, names: list[str]) -> Callable[[str, dict[str, float]], 
 def simulate(args: argparse.Namespace, scenario: str, policy: str) -> dict[str, Any]:
     """Return the figures of one policy in one scenario. Changes of the fleet happen half way."""
     names = [f"encoder-{number}" for number in range(args.encoders)]
-    place = _placer(policy, names)
+    place = placer(policy, names)
     fleet = {name: _Encoder(args.cached) for name in names}
     ends: list[tuple[float, str]] = []
     latencies: list[float] = []
@@ -169,7 +216,7 @@ def simulate(args: argparse.Namespace, scenario: str, policy: str) -> dict[str, 
                 del fleet[names[0]]
             elif scenario == "an encoder joins":
                 fleet[_JOINING] = _Encoder(args.cached)
-                place = _placer(policy, [*names, _JOINING])
+                place = placer(policy, [*names, _JOINING])
         while ends and ends[0][0] <= now_s:
             _, name = heapq.heappop(ends)
             if name in fleet:

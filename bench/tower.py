@@ -27,6 +27,17 @@ MEDIUM: dict[str, Any] = {
     "vit_window_attn_types": [0, 1, 0, -1, 1, 0, 1, -1],
     "visual_token_window_size": 64,
 }
+# One with which a picture of 224x224 costs an encoder about 50 ms of CPU time.
+SMALL: dict[str, Any] = MEDIUM | {
+    "depth": 4,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "projection_hidden_size": 1024,
+    "num_heads": 4,
+    "num_key_value_heads": 4,
+    "fullatt_block_indexes": [3],
+    "vit_window_attn_types": [0, 1, 0, -1],
+}
 _PIXELS = {"image_min_pixels": 3136, "image_max_pixels": 1003520, "patch_size": 14}
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

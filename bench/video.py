@@ -26,6 +26,7 @@ import av
 import numpy as np
 from rich.table import Table
 
+from transom.bench.encoder_targets import own_device
 from transom.bench.origin import origin
 from transom.bench.processes import Child
 from transom.bench.report import append_rows, progress_bar
@@ -215,7 +216,7 @@ async def _decoded_shares(child: Child) -> float:
 
 
 def _row(args: argparse.Namespace, size_bytes: int, name: str, times: list[Times]) -> dict[str, Any]:
-    return origin("video") | {
+    return origin("video", own_device(())) | {
         "model": args.model,
         "cores": len(os.sched_getaffinity(0)),
         "what": name,

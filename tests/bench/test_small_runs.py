@@ -44,7 +44,7 @@ def test_shm_hits_move_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.slow
 def test_the_encoders_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    small = ("--rounds", "1", "--items", "8", "--warmup", "1", "--concurrency", "2", "--video-s", "30")
+    small = ("--rounds", "1", "--items", "40", "--warmup", "1", "--concurrency", "2", "--video-s", "30")
     skipped = ("--skip", "write-up", "--skip", "tower")
     found = run_json(capsys, "encoder", "--compare", *small, *skipped, "--out", str(out))
     tables = {table["table"]: table["rows"] for table in found["tables"]}
@@ -60,4 +60,11 @@ def test_the_encoders_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         row["policy"]: row["hit_rate"] for row in tables["placement"] if row["scenario"] == "repeated media"
     }
     assert hits["ring, bound 1.25"] > hits["polling"]
-    assert {row["benchmark"] for row in written(out)} == {"encoder", "video", "placement"}
+    # The same pictures in the same order, on real encoders that hold a part of them each.
+    fleet = tables["fleet"]
+    assert fleet["ring, bound 1.25"]["hit_rate"] > fleet["polling"]["hit_rate"] > 0
+    rows = written(out)
+    assert {row["benchmark"] for row in rows} == {"encoder", "video", "placement"}
+    measured = [row for row in rows if row["benchmark"] == "placement" and not row["simulated"]]
+    assert [row["policy"] for row in measured] == ["polling", "ring, bound 1.25"]
+    assert all(max(row["cached"]) < row["items"] and row["items_per_s"] > 0 for row in measured)

@@ -25,7 +25,7 @@ BENCHMARKS = {
     "scheduler": "time to the first token under each scheduling policy, live or simulated, no server needed",
     "prefix-cache": "what a multi-user trace hits, against a stock engine's retention, no server needed",
     "kv-capacity": "bytes of KV a request takes, single pool against dual pools, no server needed",
-    "placement": "hit rates of media placed by polling and by the hash ring, simulated, no server needed",
+    "placement": "media placed by polling and by the hash ring: hits, simulated; --live: on real encoders",
     "engine": "speed of one engine in this process and the parts of its steps, no server needed",
     "kernels": "fused kernels, checked and timed against torch and a dense baseline, no server needed",
     "video": "an hour of video to embeddings: step by step, and in runs that decode side by side",
