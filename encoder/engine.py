@@ -98,6 +98,9 @@ def choose_device(device: str, dtype: str, index: int = 0) -> tuple[torch.device
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
+    except RuntimeError:  # torch's own words list all that it was ever built for
+        raise ConfigError(f"device {device!r} is none: expected auto, cpu, cuda or cuda:N") from None
+    try:
         if device == "cuda":
             chosen = torch.device("cuda", index % max(1, torch.cuda.device_count()))
         torch.empty(1, device=chosen)

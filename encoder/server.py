@@ -40,7 +40,7 @@ from transom.encoder.revision import model_revision
 from transom.encoder.spans import Timeline
 from transom.encoder.video_decoder import check_video_decoder
 from transom.errors import DeadlineError, MediaError, StageLostError, TransomError, UnavailableError
-from transom.hub import resolve_model
+from transom.hub import model_name, resolve_model
 from transom.log import log_arguments, request_id_var
 from transom.messages import (
     Abort,
@@ -131,7 +131,7 @@ class EncoderStage(Stage):
             model_revision, folder, config.full_decode_pixels, config.reduced_jpeg, config.video_decoder
         )
         await self._kept.open(
-            f"{config.embedding_cache_scope}/{folder.name}/{revision}/{self._dtype}",
+            f"{config.embedding_cache_scope}/{model_name(folder)}/{revision}/{self._dtype}",
             config.embedding_cache_mb * _MB,
             keep=config.embedding_cache_keep,
         )
@@ -155,9 +155,8 @@ class EncoderStage(Stage):
         )
         self._announcer = Announcer(transport, config.announce_to)
         self._announcer.start()
-        logger.info(
-            "encoder of %s, %d ranks, %d decode workers", folder.name, config.ranks, config.decode_processes
-        )
+        name = model_name(folder)
+        logger.info("encoder of %s, %d ranks, %d decode workers", name, config.ranks, config.decode_processes)
 
     async def handle(self, received: Received) -> None:
         """Take a job or an abort."""

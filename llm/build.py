@@ -44,8 +44,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r}: {error}") from None
+    except RuntimeError:  # torch's own words list all that it was ever built for
+        raise ConfigError(f"device {name!r} is none: expected auto, cpu, cuda or cuda:N") from None
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

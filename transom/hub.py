@@ -35,6 +35,18 @@ def resolve_model(name_or_path: str | Path, *, revision: str | None = None) -> P
     return _from_hub(name, revision)
 
 
+def model_name(folder: Path) -> str:
+    """Return what a model's folder, as `resolve_model` gives it, is called in logs and names.
+
+    Its last part would be "checkpoint" for the packaged model and a digest for one of the hub.
+    """
+    if folder == _NANO_FOLDER.resolve():
+        return NANO_NAME
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
+
+
 def is_hub_id(name: str) -> bool:
     """Tell whether a name has the form `org/name`."""
     return _HUB_ID.fullmatch(name) is not None

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 import transom.hub
 from transom.errors import CheckpointError
-from transom.hub import resolve_model
+from transom.hub import NANO_NAME, model_name, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -27,6 +27,12 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path.resolve()
 
 
+def test_a_folder_is_called_by_its_name_and_the_packaged_one_by_its_own(tmp_path: Path) -> None:
+    assert model_name(tmp_path) == tmp_path.name
+    packaged = resolve_model(NANO_NAME)
+    assert packaged.name != NANO_NAME == model_name(packaged) == model_name(resolve_model(str(packaged)))
+
+
 @pytest.mark.parametrize("name", ["nowhere", "/no/such/folder", "a/b/c", "../x", "org/", "org/na me"])
 def test_neither_folder_nor_id(name: str) -> None:
     with pytest.raises(CheckpointError, match="no folder"):
@@ -41,6 +47,7 @@ def test_offline_uses_the_cache(cache: Path) -> None:
     refs.mkdir()
     (refs / "main").write_text(COMMIT)
     assert resolve_model("some-org/some-model") == snapshot
+    assert model_name(snapshot) == "some-org/some-model"
     assert resolve_model("some-org/some-model", revision=COMMIT) == snapshot
 
 

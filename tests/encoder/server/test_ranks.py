@@ -331,6 +331,7 @@ async def killed_and_started_again(encoder_process: Start, new_client: Any, make
             pass  # it is kept after it was sent
         client.send("running", "image", make_picture(601))
         (memory,) = inodes(scope)
+        assert "-mimo-nano-" in arenas(scope)[0]  # and not what its folder happens to be called
         process.kill()
         await asyncio.to_thread(process.wait)
     async with asyncio.timeout(PATIENCE_S):
