@@ -210,6 +210,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a burst of requests with pictures loses some of them, or hangs near its end": (
         f"{RANKS}::test_200_requests_with_294_images_lose_none_and_health_answers",
         f"{ANSWERS}::test_200_requests_with_294_pictures_at_once_are_all_answered",
+        f"{ANSWERS}::test_requests_of_many_megabytes_of_photographs_are_all_answered",
     ),
     "what was given up or has run out of time is encoded all the same": (
         f"{RANKS}::test_items_that_nobody_wants_are_never_embedded",

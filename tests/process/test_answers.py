@@ -210,6 +210,30 @@ async def test_200_requests_with_294_pictures_at_once_are_all_answered(client: o
     assert sum(colour in said for colour, said in answers) > 170
 
 
+async def test_requests_of_many_megabytes_of_photographs_are_all_answered(client: openai.AsyncOpenAI) -> None:
+    """Of 1 to 8 JPEGs of 1920x1080 each, all at once, and none of them in the cache."""
+    colours = sorted(media.COLOURS)
+
+    async def one(count: int) -> tuple[int, str, str]:
+        colour = colours[count % len(colours)]
+        photograph = await asyncio.to_thread(media.photograph, colour, "circle")
+        files = [media.marked_jpeg(photograph, 10 * count + number) for number in range(count)]
+        sizes.extend(map(len, files))
+        parts = [image(file, "image/jpeg") for file in files]
+        reply = await ask(client, [user(*parts, text("What is this?" if count == 1 else "What are these?"))])
+        tokens = reply.usage.prompt_tokens_details.image_tokens
+        return tokens // count, colour, reply.choices[0].message.content.lower()
+
+    sizes: list[int] = []
+    async with asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(*(one(count) for count in range(1, 9)))
+    assert len(sizes) == 36
+    assert 9.0e6 < sum(sizes) / 8 < 10.5e6  # bytes a request
+    # All of them are of one size, so all that were asked about have the same tokens.
+    assert len({tokens for tokens, _, _ in answers}) == 1
+    assert sum(colour in said for _, colour, said in answers) >= 6
+
+
 async def test_a_bad_item_fails_alone(client: openai.AsyncOpenAI) -> None:
     async def bad() -> openai.BadRequestError:
         with pytest.raises(openai.BadRequestError) as caught:
