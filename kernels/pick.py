@@ -37,9 +37,14 @@ class KernelPick:
                 logger.info("kernels: torch, since there are no compiled ones: %s", error)
                 return None
         elif self._device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-            from transom.kernels.triton_ops import TritonOps
+            try:
+                from transom.kernels.triton_ops import TritonOps
 
-            found = TritonOps(self._device)
+                found = TritonOps(self._device)
+                found.check()
+            except Exception as error:  # Triton raises what its compiler and driver raise
+                logger.warning("kernels: torch, since Triton can't run here: %s", error)
+                return None
         else:
             logger.info("kernels: torch, since none are written for %s without triton", self._device)
             return None

@@ -118,6 +118,13 @@ class TritonOps:
         self.device = device
         self._wide = device.type == "cpu"  # the interpreter's, see the kernels
 
+    def check(self) -> None:
+        """Compile and run one small kernel; raise what Triton raises, say without a C compiler."""
+        weight = torch.ones(_LEAST_DOT, device=self.device)
+        out = self.rms_norm(weight.unsqueeze(0), Norm(weight, 0.0))
+        if not torch.allclose(out, torch.ones_like(out)):
+            raise RuntimeError("a kernel gave a wrong result")
+
     # Weights stay as they are: cuBLAS and the expert kernels read rows.
 
     def fits_half(self, *weights: torch.Tensor) -> bool:
