@@ -143,9 +143,9 @@ class PictureBank:
         size, form = self._plans[place]
         if self._fresh:
             self._picks += 1
-            return size, form, _picture(size, form, self._picks)
+            return size, form, draw_picture(size, form, self._picks)
         if place not in self._files:
-            self._files[place] = _picture(size, form, place)
+            self._files[place] = draw_picture(size, form, place)
         return size, form, self._files[place]
 
 
@@ -175,7 +175,7 @@ class ItemMaker:
         return Item(name, "image", marked, f"image/{form.lower()}", f"{width}x{height}")
 
 
-def _picture(size: Size, form: str, seed: int) -> bytes:
+def draw_picture(size: Size, form: str, seed: int) -> bytes:
     """Return a picture with about as many bytes per pixel as a photograph."""
     width, height = size
     rng = np.random.default_rng((seed, width, height))
@@ -236,7 +236,7 @@ def _wav(seconds: float) -> bytes:
 @cache
 def _mp4(seconds: float) -> bytes:
     width, height, rate = 320, 240, 12
-    base = np.asarray(Image.open(io.BytesIO(_picture((width, height), "PNG", 0))))
+    base = np.asarray(Image.open(io.BytesIO(draw_picture((width, height), "PNG", 0))))
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("h264", rate=rate, options={"preset": "ultrafast"})

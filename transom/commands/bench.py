@@ -28,6 +28,7 @@ BENCHMARKS = {
     "placement": "media placed by polling and by the hash ring: hits, simulated; --live: on real encoders",
     "engine": "speed of one engine in this process and the parts of its steps, no server needed",
     "kernels": "fused kernels, checked and timed against torch and a dense baseline, no server needed",
+    "images": "decoding pictures with the installed Pillow and with another build, pillow-simd for example",
     "video": "an hour of video to embeddings: step by step, and in runs that decode side by side",
     "shm": "put and get of the shared embedding cache against memcpy and a dict, no server needed",
 }
