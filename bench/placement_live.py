@@ -43,7 +43,7 @@ _FLAGS = ("--threads", "1", "--decode-workers", "2")
 _TIMEOUT_S = 120.0
 _MEDIANS = ("hit_rate", "items_per_s", "cpu_ms_per_item", "busiest_to_mean")
 _PARTS = ("mean", "p90", "p99")
-_RATIOS = ("hit_rate", "items_per_s", "mean_ms", "p90_ms", "p99_ms")
+_RATIOS = ("hit_rate", "items_per_s", "mean_ms", "p90_ms", "p99_ms", "cpu_ms_per_item")
 
 
 class PlacedTarget(Target):
@@ -175,6 +175,20 @@ def summarise_rounds(rows: Sequence[Row]) -> dict[str, Row]:
     return found
 
 
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Return ring to polling, medians of the rounds' own ratios: a machine's other load comes and goes."""
+    both: dict[str, list[Row]] = {policy: [] for policy in (POLLING, RING)}
+    for row in sorted(rows, key=lambda row: int(row["round"])):
+        flat = {f"{name}_ms": row["latency_ms"][name] for name in _PARTS}
+        both[row["policy"]].append(row | flat)
+    return {
+        name: statistics.median(
+            ring[name] / polling[name] for ring, polling in zip(both[RING], both[POLLING], strict=True)
+        )
+        for name in _RATIOS
+    }
+
+
 def tables(rows: Sequence[Row]) -> Iterator[str | Table]:
     """Yield what the rows say, to be printed."""
     first, medians = rows[0], summarise_rounds(rows)
@@ -193,7 +207,6 @@ def tables(rows: Sequence[Row]) -> Iterator[str | Table]:
             *(f"{row[f'{name}_ms']:.1f}" for name in _PARTS),
             f"{row['cpu_ms_per_item']:.1f}", f"{row['busiest_to_mean']:.2f}",
         )  # fmt: skip
-    if medians[POLLING]["hit_rate"]:
-        ratios = (f"{medians[RING][name] / medians[POLLING][name]:.2f}x" for name in _RATIOS)
-        table.add_row("ring / polling", *ratios)
+    if all(row["hit_rate"] for row in rows):
+        table.add_row("ring / polling", *(f"{ratio:.2f}x" for ratio in ratios(rows).values()))
     yield table

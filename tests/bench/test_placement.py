@@ -147,3 +147,18 @@ def test_rows_name_the_encoders_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_device(["--device", "meta", "--threads", "1"]) == "meta"
     monkeypatch.setenv("TRANSOM_ENCODER_DEVICE", "meta")
     assert own_device([]) == "meta"
+
+
+def test_ratios_are_those_of_rounds_whatever_else_the_machine_did() -> None:
+    def row(policy: str, number: int, items_per_s: float) -> placement_live.Row:
+        names = ("hit_rate", "cpu_ms_per_item", "busiest_to_mean")
+        times = dict.fromkeys(("mean", "p90", "p99"), 1000 / items_per_s)
+        same = dict.fromkeys(names, 0.5)
+        return {"policy": policy, "round": number, "items_per_s": items_per_s, "latency_ms": times} | same
+
+    # Twice as fast in every round, which no other order of the same rounds would show.
+    paces = [(0, 10.0), (1, 10.0), (2, 40.0)]
+    rows = [row(placement_live.POLLING, number, pace) for number, pace in paces]
+    rows += [row(placement_live.RING, number, 2 * pace) for number, pace in reversed(paces)]
+    found = placement_live.ratios(rows)
+    assert (found["items_per_s"], found["p90_ms"], found["hit_rate"]) == (2.0, 0.5, 1.0)
