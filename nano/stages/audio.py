@@ -170,7 +170,7 @@ def train_group_encoder(
     steps: int,
     rate: float,
     seed: int,
-    pool: int = 4000,
+    pool: int = 10_000,
 ) -> None:
     """Train speech embeddings, group encoder and projection on the labels of whole tokens."""
     rng = np.random.default_rng([seed, 4])

@@ -34,8 +34,10 @@ from transom.nano.stages.pools import Pools, expand_entry
 
 BUDGET = 2560
 # What the text stage taught must not be forgotten; filler is counted in characters.
-RECALL_SHARE, ECHO_SHARE = 0.14, 0.03
+RECALL_SHARE, ECHO_SHARE = 0.1, 0.03
 LONGEST_FILLER = 7000
+# With many pictures that show several shapes, a lone one is told twice.
+SINGLE_SHARE = 0.3
 
 
 class MediaEmbedder:
@@ -64,7 +66,7 @@ def draw_dialogue(pools: Pools, rng: Rng) -> list[Message]:
     roll = rng.random()
     if roll < 0.32:
         return dialogues.media_dialogue(pools, rng, "image")
-    if roll < 0.47:
+    if roll < 0.44:
         return dialogues.media_dialogue(pools, rng, "audio")
     if roll < 0.81:
         return dialogues.media_dialogue(pools, rng, "video")
@@ -109,6 +111,7 @@ def train_joint(
     `audio` comes from the audio stage in any case.
     """
     torch.manual_seed(seed)
+    pools.single_share = SINGLE_SHARE
     writer = PromptWriter(assets, expand_entry)
     language.mtp.requires_grad_(False)
     audio.tokenizer.requires_grad_(False)

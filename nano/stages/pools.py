@@ -31,10 +31,10 @@ from transom.nano.stages.vision import PictureSource
 
 PICTURES = {
     "shapes": 10000,
-    "fashion": 24000,
+    "fashion": 30000,
     "handwritten": 3000,
     "printed": 3000,
-    "word": 6000,
+    "word": 8000,
     "plain": 800,
     "unknown": 2500,
 }
@@ -48,8 +48,8 @@ PICTURE_SHARES = {
 }
 # Order of digits is the hardest to learn.
 VIDEO_SHARES = {"colours": 0.25, "digits": 0.43, "motion": 0.22, "still": 0.05, "unknown": 0.05}
-SOUNDS = 7000
-VIDEOS, MORE_DIGITS = 5000, 2000
+SOUNDS = 14000
+VIDEOS, MORE_DIGITS = 6000, 4000
 SOUND_TRACK_SHARE = 0.45
 
 
@@ -90,16 +90,21 @@ class Entries(msgspec.Struct):
 
 @dataclass
 class Pools:
-    """A MediaSource over cached embeddings; `content` of its media is the entry."""
+    """A MediaSource over cached embeddings; `content` of its media is the entry.
+
+    `single_share`: of the pictures of shapes, how many more are drawn from those that show one.
+    """
 
     entries: Entries
     rows: Tensor
     codes: Tensor
+    single_share: float = 0.0
 
     def __post_init__(self) -> None:
         self._by_kind: dict[str, list[ImageEntry]] = {}
         for entry in self.entries.images:
             self._by_kind.setdefault(entry.facts.kind, []).append(entry)
+        self._single = [one for one in self._by_kind.get("shapes", []) if len(one.facts.shapes) == 1]
         self._videos_by_kind: dict[str, list[VideoEntry]] = {}
         for clip in self.entries.videos:
             self._videos_by_kind.setdefault(clip.facts.kind, []).append(clip)
@@ -109,6 +114,8 @@ class Pools:
         kinds = list(PICTURE_SHARES)
         chosen = kind or kinds[int(rng.choice(len(kinds), p=list(PICTURE_SHARES.values())))]
         pool = self._by_kind[chosen]
+        if chosen == "shapes" and self.single_share and rng.random() < self.single_share:
+            pool = self._single
         entry = pool[int(rng.integers(len(pool)))]
         return Media("image", entry.facts, entry)
 
