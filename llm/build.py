@@ -30,6 +30,7 @@ from transom.llm.pools import DualPools
 from transom.llm.prefix_cache import PrefixCache
 from transom.llm.radix.retention import RetentionPolicy
 from transom.llm.request import Event
+from transom.llm.runner import make_current
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def _load(config: LlmConfig, device: torch.device) -> Model:
     """Return the model on the fastest kernels there are for it."""
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
+    make_current(device)
     kernels = KernelPick(device, config.kernels)
     dtype = pick_dtype(config.dtype, device)
     # The MTP modules draft tokens; without speculative decoding nothing would run them.

@@ -37,7 +37,7 @@ from transom.llm.request import (
     Start,
     StartedEvent,
 )
-from transom.llm.runner import ModelRunner, Step, pages_of
+from transom.llm.runner import ModelRunner, Step, make_current, pages_of
 from transom.llm.sampler import Draw
 from transom.llm.scheduler import Limits, Order, Plan, plan_step
 from transom.llm.views import look
@@ -93,6 +93,7 @@ class Engine:
         self.waiting_reason = ""  # why the next request in line is not running; "" when none waits
         self._waits = count_waits(0, 0, 0, None)
         self._hold = ""
+        self._device = pools.device
         self._intake = Intake(model.config, pools.device, self.context_len)
         self._eos_ids = model.config.eos_token_ids
         self._runner = ModelRunner(model, pools, graphs)
@@ -150,6 +151,7 @@ class Engine:
 
         def run() -> None:
             try:
+                make_current(self._device)
                 while self.step(wait_s=None):
                     pass
             except BaseException as error:

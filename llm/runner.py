@@ -160,6 +160,12 @@ class ModelRunner:
         return hidden.index_select(0, _upload(batch.rows, x.device))
 
 
+def make_current(device: torch.device) -> None:
+    """Make a numbered GPU this thread's own: Triton launches on the current one, wherever its tensors are."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def _upload(array: Ints, device: torch.device) -> torch.Tensor:
     """Copy without waiting for what the device computes now; on a CPU it shares the array's memory."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
