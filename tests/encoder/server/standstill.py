@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import select
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -62,6 +63,24 @@ def go_on(workers: list[int]) -> None:
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+async def crash(workers: list[int]) -> None:
+    """End workers that stand still by a segmentation fault; return when they are dead.
+
+    One that is dying still takes a job, and the crash would be that job's.
+    """
+    descriptors = [os.pidfd_open(pid) for pid in workers]
+    try:
+        for pid in workers:
+            os.kill(pid, signal.SIGSEGV)
+        go_on(workers)
+        for descriptor in descriptors:
+            ready, _, _ = await asyncio.to_thread(select.select, [descriptor], [], [], PATIENCE_S)
+            assert ready
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 async def until_replaced(client: Any, workers: Iterable[int], send: Callable[[int], Any]) -> None:

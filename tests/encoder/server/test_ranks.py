@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from tests.encoder.server.standstill import children, decoders, go_on, stopped_in, until_replaced
+from tests.encoder.server.standstill import children, crash, decoders, stopped_in, until_replaced
 from tests.patience import PATIENCE_S
 from transom.cli import main
 from transom.messages import Join
@@ -200,9 +200,7 @@ async def test_a_decoder_that_segfaults_fails_its_item_alone(
         return duo.send(f"beside-{number}-{which}", "image", make_picture(250 + which))
 
     film, victims = await stopped_in(duo, film_of, *(partial(picture_of, which) for which in range(4)))
-    for pid in victims:
-        os.kill(pid, signal.SIGSEGV)
-    go_on(victims)
+    await crash(victims)
     after = send_all(duo, "behind", [make_picture(260 + n) for n in range(8)])
     await duo.wait(film, *after)
     assert (film.error.status, film.error.code) == (400, "invalid_media")
