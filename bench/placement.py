@@ -41,25 +41,30 @@ _JOINING = "encoder-new"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for flag, default, text in (
+    for flag, count, text in (
         ("--encoders", 4, "encoders"),
         ("--requests", 20_000, "media items sent"),
         ("--items", 2_000, "different items; the n-th most popular is sent in proportion to n^-skew"),
         ("--cached", 250, "items that one encoder's cache holds"),
         ("--seed", 1, "of the arrivals"),
     ):
-        text = f"{text} (default %(default)s)"
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+        _add_number(parser, flag, count, "N", text)
     for flag, number, text in (
         ("--skew", 0.8, "exponent of the popularity"),
         ("--encode-ms", 50.0, "time to encode an item"),
         ("--hit-ms", 2.0, "time to send a cached one"),
         ("--utilisation", 0.7, "arrivals as a share of what polling could encode without any cache"),
     ):
-        text = f"{text} (default %(default)s)"
-        parser.add_argument(flag, type=float, default=number, metavar="X", help=text)
+        _add_number(parser, flag, number, "X", text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this JSONL file")
     add_live_arguments(parser)
+
+
+def _add_number(to: argparse._ActionsContainer, flag: str, default: float, metavar: str, text: str) -> None:
+    """Add a flag that takes numbers of the default's kind."""
+    to.add_argument(
+        flag, type=type(default), default=default, metavar=metavar, help=f"{text} (default %(default)s)"
+    )
 
 
 def add_live_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +77,7 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
         ("--live-concurrency", 8, "pictures under way at a time"),
         ("--rounds", 5, "in each of which both take a turn"),
     ):
-        text = f"{text} (default %(default)s)"
-        live.add_argument(flag, type=int, default=default, metavar="N", help=text)
+        _add_number(live, flag, default, "N", text)
     live.add_argument(
         "--live-image", default="224x224", metavar="WxH", help="size of the pictures (default %(default)s)"
     )
